@@ -106,7 +106,7 @@ class BenchOptions(WhatOptions):
 
 
 if __name__ == "__main__":
-    OPTIONS = start(BenchOptions, description=__doc__, others=Config)
+    OPTIONS = start(BenchOptions, others=Config)
 
 from measure.interleaved.process import in_fresh_process
 from measure.profile.breakdown import inspect_models

@@ -18,7 +18,7 @@ class CheckOptions(Config):
 
 
 if __name__ == "__main__":
-    OPTIONS = start(CheckOptions, description=__doc__, config_file=True)
+    OPTIONS = start(CheckOptions, config_file=True)
 
 from checkpoint.weights import adopt_architecture
 from measure.preflight.checks import check

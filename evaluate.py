@@ -54,7 +54,7 @@ class EvaluateOptions(Options):
 
 if __name__ == "__main__":
     # Read options before importing torch, which takes seconds, so that --help and errors are quick.
-    OPTIONS = start(EvaluateOptions, description=__doc__, positional="run")
+    OPTIONS = start(EvaluateOptions, positional="run")
 
 import torch
 
@@ -130,6 +130,8 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
         items = read_questions(file, world)
     report = Path(options.json) if options.json and not world.rank else None
     if report:
+        if report.is_dir():
+            raise UserError(f"--json {report}: is a folder; name a file")
         report.parent.mkdir(parents=True, exist_ok=True)
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):

@@ -22,7 +22,7 @@ class ExportOptions(Options):
 
 if __name__ == "__main__":
     # Read options before importing torch, which takes seconds, so that --help and errors are quick.
-    OPTIONS = start(ExportOptions, description=__doc__, positional="run folder")
+    OPTIONS = start(ExportOptions, positional="run folder")
 
 import json
 import re

@@ -254,7 +254,6 @@ if __name__ == "__main__":
     OPTIONS = start(
         LadderOptions,
         OWN,
-        description=__doc__,
         positional="configs",
         elsewhere=dict.fromkeys({"config", *Config.model_fields} - {"log_dir"}, after),
     )

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from runtime.cli import Device, Name, Options, Positive
-from runtime.errors import UserError, reported
+from runtime.errors import UserError, in_a_line, reported
 from runtime.start import start
 
 
@@ -64,7 +64,7 @@ class SampleOptions(Options):
 
 if __name__ == "__main__":
     # Read options before importing torch, which takes seconds, so that --help and errors are quick.
-    OPTIONS = start(SampleOptions, description=__doc__, positional="run")
+    OPTIONS = start(SampleOptions, positional="run")
 
 import contextlib
 import itertools
@@ -203,8 +203,13 @@ def main(options: SampleOptions) -> None:
     """Print the texts. Raises UserError."""
     prompts = [options.prompt]
     if options.prompt_file:
-        # "\r\n" becomes "\n"
-        text = Path(options.prompt_file).read_text(encoding="utf-8-sig", errors="replace")
+        try:
+            # "\r\n" becomes "\n"
+            text = Path(options.prompt_file).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"--prompt_file {options.prompt_file}: no UTF-8 text: {in_a_line(error)}"
+            ) from None
         prompts = text.removesuffix("\n").split("\n")
     if options.interactive:
         sampler = Sampler(options, 1)

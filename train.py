@@ -11,7 +11,7 @@ if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
     CHECK = "is a command of its own, with the same options: python check.py"
     ELSEWHERE = {"check": CHECK, "estimate": CHECK}
-    CONFIG = start(Config, description=__doc__, config_file=True, elsewhere=ELSEWHERE)
+    CONFIG = start(Config, config_file=True, elsewhere=ELSEWHERE)
 
 import contextlib
 import functools

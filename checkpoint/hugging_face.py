@@ -66,6 +66,9 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     required = dict[str, Any](REQUIRED)
     if theirs.get("n_inner") is not None:
         required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
+    activation = theirs.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        required["activation_function"] = "gelu_new"
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
         for name, value in required.items()
@@ -80,9 +83,8 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
             f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
             f".save_pretrained('NEW', max_shard_size='100GB')"
         )
-    activation = str(theirs.get("activation_function", "gelu_new"))
     # transformers' defaults are GPT-2 (124M)'s, like GPTConfig's, except for these two.
-    options = {"tie_weights": True, "activation": ACTIVATIONS.get(activation, activation)}
+    options = {"tie_weights": True, "activation": ACTIVATIONS[activation]}
     options |= {ours: theirs[name] for name, ours in OPTIONS.items() if name in theirs}
     return options, transpose_conv1d(with_our_names(read_tensors(folder / WEIGHTS)))
 
@@ -118,7 +120,7 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
     if wrong := [
         f"{name} {getattr(config, name)}"
         for name in Config.names_marked(ARCHITECTURE)
-        if name not in OPTIONS.values()
+        if name not in (*OPTIONS.values(), "norm_weight")  # acts with rmsnorm alone
         and getattr(config, name) not in (getattr(GPTConfig, name), *ACTIVATIONS.values())
     ]:
         raise CheckpointError(

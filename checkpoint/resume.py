@@ -18,8 +18,9 @@ from runtime.world import World
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    has_summary = world.broadcast((run.path / "summary.json").exists())
-    is_over = has_summary and config.is_over(saved.step, saved.seconds)
+    # With a log, but no summary, the run has still to write its summary.
+    has_summary = (run.path / "summary.json").exists() or not (run.path / "log.csv").exists()
+    is_over = world.broadcast(has_summary) and config.is_over(saved.step, saved.seconds)
     if is_over:
         limit = "max_minutes" if config.max_minutes else "max_steps"
         run.message(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")
@@ -85,7 +86,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
             f"machines have to see the run's folder; put --log_dir on a file system that they "
             f"share, at the same path, or copy it to each"
         )
-    notes = [*world.notes, *skipped]
+    notes = [*world.notes, *skipped, *(saved.notes() if saved else [])]
     if saved:
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes

@@ -152,10 +152,9 @@ class State:
             else:
                 count = self.skipped_steps - self.skipped_overflows
                 problem, is_fatal = "its loss or norm is not finite", count > config.skip_nonfinite
-                notes = [
-                    f"the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}: "
-                    f"skipped, {count} of at most {config.skip_nonfinite}"
-                ]
+                notes = [f"the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"]
+                if not is_fatal:
+                    notes[-1] += f": skipped, {count} of at most {config.skip_nonfinite}"
         notes += self.recent.slowness(seconds)
         self.recent.add(loss, norm, seconds)
         self.step_seconds.append(seconds)
@@ -278,6 +277,11 @@ class SavedState(BaseModel):
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
     random: list[dict[str, Any]]  # one entry per rank
+
+    def notes(self) -> list[str]:
+        """Return a note on each option of the run that this code lacks."""
+        unknown = [name for name in self.config if name not in Config.model_fields]
+        return [f"{self.folder}: has {name}, an option that this code lacks" for name in unknown]
 
 
 def read_state(folder: Path, *files: str) -> SavedState:

@@ -36,9 +36,12 @@ class Weights(NamedTuple):
         return load_weights(GPT(self.config), self.tensors, self.path).eval()
 
     def notes(self) -> list[str]:
-        """Return `Config.weight_notes` of the options that they were trained with."""
+        """Return notes on the options that they were trained with."""
+        if self.saved:
+            trained = Config.model_construct(**self.saved.config)
+            return self.saved.notes() + trained.weight_notes()
         options = vars(self.config) | {"init_from": str(self.path)}
-        return Config.model_construct(**self.saved.config if self.saved else options).weight_notes()
+        return Config.model_construct(**options).weight_notes()
 
 
 def adopt_architecture(config: Config) -> Config:
@@ -181,6 +184,12 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
         # and padding; any other number of rows includes added tokens.
         n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
         config = replace(config, real_vocab_size=n_vocab)
+    sizes = {"wte": config.vocab_size, "wpe": config.block_size}
+    for name, rows in sizes.items():
+        name = f"transformer.{name}.weight"
+        if name in tensors and tensors[name].shape[:1] != (rows,):
+            shape = tuple(tensors[name].shape)
+            raise CheckpointError(f"{path}: its {name} is {shape}, but its options say {rows} rows")
     return Weights(path, config, tensors, saved)
 
 

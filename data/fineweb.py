@@ -97,6 +97,6 @@ def main(options: FinewebOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(FinewebOptions, description=__doc__)
+    OPTIONS = start(FinewebOptions)
     with reported(status=1, interrupted=f"interrupted; {text.RESUME_HINT}"):
         main(OPTIONS)

@@ -21,7 +21,7 @@ import pydantic
 from data.download import read_known_file
 from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.cli import Name, Options
-from runtime.errors import UserError, in_a_line, reported
+from runtime.errors import UserError, reported
 from runtime.files import sole_writer, write_atomic
 from runtime.start import start
 
@@ -93,9 +93,9 @@ def read_items(path: Path) -> list[Line]:
     try:
         # splitlines() would also split at U+2028, which a text may contain.
         lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+    except OSError as error:
         raise UserError(
-            f"{path}: no such file; HellaSwag's validation split is downloaded by: python "
+            f"{path}: {error.strerror}; HellaSwag's validation split is downloaded by: python "
             "data/hellaswag.py (--data_dir FOLDER)"
         ) from None
     items = []
@@ -104,10 +104,12 @@ def read_items(path: Path) -> list[Line]:
             if line.strip():
                 items.append(Line.model_validate_json(line))
         except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            said = " ".join(map(str, (*problem["loc"], problem["msg"])))
             raise UserError(
-                f"{path}, line {number}: {in_a_line(error)}; a line is a JSON object with "
-                f"activity_label, ctx_a, ctx_b, ctx, {ENDINGS} endings and the label of the right "
-                f"one, 0 to {ENDINGS - 1}, which the test split lacks"
+                f"{path}, line {number}: {said}; a line is a JSON object with activity_label, "
+                f"ctx_a, ctx_b, ctx, {ENDINGS} endings and the label of the right one, 0 to "
+                f"{ENDINGS - 1}, which the test split lacks"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
@@ -141,7 +143,7 @@ def rows_of(item: Line, block_size: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(HellaswagOptions, description=__doc__)
+    OPTIONS = start(HellaswagOptions)
     with reported(status=1):
         PATH = download(OPTIONS.data_dir)
         print(f"{len(read_items(PATH)):,} items in {PATH}")

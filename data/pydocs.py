@@ -77,6 +77,6 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    FOLDER = Path(start(PydocsOptions, description=__doc__).data_dir) / "pydocs"
+    FOLDER = Path(start(PydocsOptions).data_dir) / "pydocs"
     with reported(status=1):
         print(f"{prepare(FOLDER):,} tokens in {FOLDER}")

@@ -314,6 +314,6 @@ def main(options: TextOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(TextOptions, description=__doc__, positional="sources")
+    OPTIONS = start(TextOptions, positional="sources")
     with reported(status=1, interrupted=f"interrupted; {RESUME_HINT}"):
         main(OPTIONS)

@@ -86,7 +86,6 @@ def parse(
     options: type[O],
     argv: Sequence[str],
     *,
-    description: str | None = None,
     positional: str = "",
     config_file: bool = False,
     elsewhere: Mapping[str, str] = {},
@@ -103,7 +102,7 @@ def parse(
     usage = ["%(prog)s", positional, "[--config FILE]" * config_file, "[--option VALUE ...]"]
     parser = _Parser(
         usage=" ".join(filter(None, usage)),
-        description=description,
+        description=sys.modules["__main__"].__doc__,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

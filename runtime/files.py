@@ -81,8 +81,9 @@ def sole_writer(path: Path, on_wait: Callable[[], None] | None = None) -> Iterat
     UserError. May be nested. Raises OSError if the lock file cannot be made.
     """
     lock_path = lock_file(path)
-    lock_path.parent.mkdir(parents=True, exist_ok=True)
-    lock_path.touch()  # raises OSError if no file can be made; filelock would wait for one
+    with writing(path):  # filelock would wait for the lock's file
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        lock_path.touch()
     lock = filelock.FileLock(lock_path, is_singleton=True)
     try:
         lock.acquire(timeout=0)

@@ -216,7 +216,7 @@ def main(options: SoakOptions) -> int:
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = str(ROOT)  # the fork server imports the tests
     begun = time.monotonic()
-    OPTIONS = parse_command_line(SoakOptions, description=__doc__)
+    OPTIONS = parse_command_line(SoakOptions)
     status = main(OPTIONS)
     print(f"{time.monotonic() - begun:.0f} s")
     raise SystemExit(status)

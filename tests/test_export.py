@@ -58,10 +58,10 @@ def test_transformers_loads_the_folder_offline_and_writes_our_greedy_text(
     "options",
     [
         GPT2_VOCAB,
-        {"vocab_size": 50257, "n_embd": 16, "activation": "gelu", "dropout": 0.1},
-        {"real_vocab_size": 100, "tie_weights": True},
+        {"vocab_size": 50257, "n_embd": 16, "activation": "gelu", "norm_weight": False},
+        {"real_vocab_size": 100, "tie_weights": True, "dropout": 0.1},
     ],
-    ids=["padded", "untied, exact gelu", "padded own vocabulary"],
+    ids=["padded", "untied, exact gelu, no effect", "padded own vocabulary"],
 )
 def test_transformers_has_our_logits_whatever_the_options(options, tiny_config):
     config = tiny_config(**options, max_steps=2, lr=1e-2)
@@ -108,6 +108,23 @@ def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding
     assert (noted in "".join(config.notes())) == (rows == 50304)
     assert taken.config.n_vocab == n_vocab
     assert torch.equal(taken.lm_head.weight[:n_vocab], ours.lm_head.weight[:n_vocab])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"vocab_size": 50000}, r"wte.weight is \(50257, 16\), but its options say 50000 rows"),
+        ({"n_positions": 16}, r"wpe.weight is \(32, 16\), but its options say 16 rows"),
+        ({"activation_function": "relu"}, "can load: activation_function 'relu'"),
+    ],
+)
+def test_a_folder_whose_options_are_not_its_weights_is_refused(changed, said, tmp_path):
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    transformers_pair(tmp_path, **sizes)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with refused(said):
+        load_model(str(tmp_path))
 
 
 def test_the_tokenizer_in_the_folder_cuts_prompts_as_ours_does_end_of_text_is_one_token(tmp_path):

@@ -253,7 +253,7 @@ def test_a_tensor_that_is_missing_is_refused(go, here):
         go(resume="auto", max_steps=3)
 
 
-def test_a_checkpoint_of_another_version_resumes(go, here, tmp_path):
+def test_a_checkpoint_of_another_version_resumes_with_a_note(go, here, tmp_path, capsys):
     go(max_steps=2)
     folder = newest(here)
     state = json.loads((folder / "checkpoint.json").read_text())
@@ -261,5 +261,6 @@ def test_a_checkpoint_of_another_version_resumes(go, here, tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps(state | {"run_id": "0123"}))
     reseal(folder)
     go(load_config(resume=str(folder), max_steps=4))
+    assert f"note: {folder}: has later, an option that this code lacks" in capsys.readouterr().out
     go(run_name="straight", max_steps=4)
     assert end_of(here) == end_of(tmp_path / "logs/straight")

@@ -213,6 +213,9 @@ def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_fold
         together = printed(*common, *words, "--batch_size", batch_size)
         assert together.out == "\n---\n".join(texts) + "\n"
         assert together.err.endswith(" tokens/s\n")
+    (run_folder / "prompts.txt").write_bytes(b"na\xefve")
+    with refused("--prompt_file prompts.txt: no UTF-8 text: .*byte 0xef"):
+        printed(*words)
 
 
 # with --repetition_penalty 1e-40 the penalized logits and then the probabilities would overflow

@@ -82,6 +82,6 @@ def main(options: InterleavedOptions, of_all: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     OWN, OF_ALL = split_command_line(sys.argv[1:])
-    OPTIONS = start(InterleavedOptions, OWN, description=__doc__, positional="sides")
+    OPTIONS = start(InterleavedOptions, OWN, positional="sides")
     with reported("the comparison"):
         main(OPTIONS, OF_ALL)

@@ -10,7 +10,7 @@ from config import Config
 from runtime.start import start
 
 if __name__ == "__main__":
-    OPTIONS = start(Config, description=__doc__, config_file=True)
+    OPTIONS = start(Config, config_file=True)
 
 import datetime
 import itertools

@@ -242,7 +242,7 @@ def main(options: PeersOptions) -> None:
 
 if __name__ == "__main__":
     # Not `start`: the sides would inherit settings that a user of a peer does not have.
-    OPTIONS = parse_command_line(PeersOptions, description=__doc__, others=Config)
+    OPTIONS = parse_command_line(PeersOptions, others=Config)
     with reported(
         OPTIONS.log_dir, interrupted="interrupted; the groups that were finished are kept"
     ):

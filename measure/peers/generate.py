@@ -68,6 +68,6 @@ def main(options: GenerateOptions) -> None:
 
 if __name__ == "__main__":
     # Not `start`: the sides would inherit settings that a user of a peer does not have.
-    OPTIONS = parse_command_line(GenerateOptions, description=__doc__)
+    OPTIONS = parse_command_line(GenerateOptions)
     with reported("the comparison"):
         main(OPTIONS)

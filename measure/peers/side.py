@@ -28,7 +28,7 @@ class PeerConfig(Config):
 
 
 if __name__ == "__main__":
-    OPTIONS = parse_command_line(PeerConfig, description=__doc__, config_file=True)
+    OPTIONS = parse_command_line(PeerConfig, config_file=True)
     if OPTIONS.our_settings or OPTIONS.peer == OURS:
         set_up_process(OPTIONS.device)
 

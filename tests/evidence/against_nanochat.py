@@ -134,6 +134,6 @@ def main(options: PeerOptions) -> None:
 
 
 if __name__ == "__main__":
-    OPTIONS = start(PeerOptions, description=__doc__, positional="file")
+    OPTIONS = start(PeerOptions, positional="file")
     with reported("stdout"):
         main(OPTIONS)

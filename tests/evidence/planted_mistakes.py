@@ -42,7 +42,7 @@ class MistakesOptions(Options):
 
 
 if __name__ == "__main__":
-    OPTIONS = start(MistakesOptions, description=__doc__)  # before torch is imported
+    OPTIONS = start(MistakesOptions)  # before torch is imported
 
 import torch
 from torch import Tensor
