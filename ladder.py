@@ -162,6 +162,9 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
     record = Record.load(Path(options.log_dir, name))
     if options.report_only:  # the record has the stages that were climbed
         stages, record.seeds = planned_before(record, of_runs), options.seeds or record.seeds
+        named = {Path(config).stem for config in options.configs}
+        if name == "ladder" and named.isdisjoint(record.stages):
+            raise UserError(f"{record.folder}: has the ladder of {', '.join(record.stages)}")
     else:
         device = measure_device(planned(options, Record(), of_runs, device)[0].config.device)
         stages = planned(options, record, of_runs, device)
@@ -223,11 +226,11 @@ def run(
         rounds = ROUNDS
     # one seed of all stages before the next, so that they can be compared at any time
     runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
-    to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
-    to_compare = [
-        stage for stage in compared if rounds and is_to_be_compared(stage, options.rerun, device)
-    ]
     with sole_writer(record.folder):
+        now = Record.load(record.folder)  # a climb that has just ended may have saved more
+        record.runs, record.comparisons = now.runs, now.comparisons
+        to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
+        to_compare = [s for s in compared if rounds and is_to_be_compared(s, options.rerun, device)]
         record.save()
         announce(to_run, to_compare, rounds, device)
         if not options.ablate:
@@ -258,6 +261,8 @@ if __name__ == "__main__":
         elsewhere=dict.fromkeys({"config", *Config.model_fields} - {"log_dir"}, after),
     )
     with reported(
-        "the report", interrupted="interrupted; finished stages are kept, the same command resumes"
+        "the report",
+        interrupted="interrupted; finished stages are kept, the same command, without --rerun, "
+        "resumes",
     ):
         main(OPTIONS, OF_RUNS)

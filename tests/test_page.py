@@ -44,11 +44,11 @@ def ladder(tmp_path_factory):
 def test_every_number_on_the_page_is_that_of_the_results(ladder):
     page = (ladder / "report.html").read_text()
     rows = table(ladder / "results.csv")
-    assert re.findall(r'<article id="(\w+)"', page) == SPEEDUP
+    assert re.findall(r'<article id="rung-(\w+)"', page) == SPEEDUP
     for name, article in zip(SPEEDUP, page.split("<article ")[1:], strict=True):
         shown = [float(value) for value in re.findall(r'<data value="([^"]*)"', article)]
         has = {column for column, text in rows[name].items() if text} - {"stage", "base"}
-        bars = [f.name for f in FIGURES if f.bar and f.name in has and rows[name][f.name] != "1.0"]
+        bars = [f.name for f in FIGURES if f.bar and f.name in has and name != "baseline"]
         columns = [*bars, *(f.name for f in FIGURES if not f.bar and f.name in has)]
         assert {"tokens_per_sec", "final_loss", "predicted_memory", "over_first"} < {*columns}
         assert "over_base" in columns or name == "baseline"
@@ -65,7 +65,7 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
 def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder):
     page = (ladder / "report.html").read_text()
     rows = table(ladder / "results.csv")
-    shown = re.findall(r'<a class="row" href="#(\w+)">(.*?)</a>', page, re.DOTALL)
+    shown = re.findall(r'<a class="row" href="#rung-(\w+)">(.*?)</a>', page, re.DOTALL)
     assert [name for name, _ in shown] == SPEEDUP
     places = []  # value and position of all ends and marks
     for name, line in shown:
@@ -76,7 +76,7 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
         )
         row, values = rows[name], [[*map(float, numbers)] for _, *numbers in marks]
         assert [figure for figure, *_ in marks] == [
-            f.name for f in FIGURES if f.bar and row[f.name] not in ("", "1.0")
+            f.name for f in FIGURES if f.bar and row[f.name] and name != "baseline"
         ]
         for (figure, *_), (value, low, high, start, end, middle) in zip(marks, values, strict=True):
             ends = [row.get(f"{figure}_{end}") or row[figure] for end in ("low", "high")]
@@ -104,8 +104,8 @@ def test_reports_without_a_ladder_have_the_view_too(tmp_path, capsys):
     places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
     assert len(places) >= 3
     assert all(0 < place < 100 for place in places)
-    assert 'href="#a%20peer%27s"' in page
-    assert 'id="a peer&#39;s"' in page
+    assert 'href="#rung-a%20peer%27s"' in page
+    assert 'id="rung-a peer&#39;s"' in page
 
 
 def luminance(colour):
@@ -236,13 +236,13 @@ def test_a_browser_shows_it_and_it_answers(width, height, tab, ladder):
     tab.get_by_role("button", name="over seconds").press("Enter")
     assert tab.get_by_role("button", name="over seconds").get_attribute("aria-pressed") == "true"
     tab.get_by_role("button", name="Guess first").click()
-    figures, view = tab.locator("#speedup2 .figures"), tab.locator("a.row .factor")
+    figures, view = tab.locator("#rung-speedup2 .figures"), tab.locator("a.row .factor data")
     assert not figures.is_visible()
     assert view.evaluate_all(VISIBLE) == 0
-    tab.locator("#speedup2 .guess-button").click()
+    tab.locator("#rung-speedup2 .guess-button").click()
     assert figures.is_visible()
     assert view.evaluate_all(VISIBLE) == 1
-    assert not tab.locator("#speedup3 .figures").is_visible()
+    assert not tab.locator("#rung-speedup3 .figures").is_visible()
 
 
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)], ids=["desk", "telephone"])
@@ -260,7 +260,7 @@ def test_the_view_fits_a_screen_and_leads_to_the_cards_and_paper_shows_what_it_f
     wide = "cells => cells.filter(cell => cell.scrollWidth > cell.clientWidth).length"
     assert tab.locator(".row .factor, .row .total, .figures").evaluate_all(wide) == 0
     tab.locator("a.row").nth(3).click(position={"x": 3, "y": 3})
-    card = tab.locator(f"#{SPEEDUP[3]}")
+    card = tab.locator(f"#rung-{SPEEDUP[3]}")
     assert card.evaluate("card => card.matches(':target')")
     assert 0 <= card.bounding_box()["y"] < height / 2
     code = card.locator("pre").all_inner_texts()

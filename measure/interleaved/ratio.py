@@ -33,13 +33,14 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def product(factors: Sequence[Estimate]) -> Estimate:
-    """Multiply ratios; the product has an interval if one of them has one.
+    """Multiply ratios; the product has an interval if all have one but those of 1, which are exact.
 
     Ratios that share a side's rounds are treated as independent too. The logarithms' distances from
     the value to each end add up as independent errors do: the root of the sum of their squares.
     """
     value = math.prod(factor.value for factor in factors)
-    if all(factor.low is None for factor in factors):
+    inexact = [factor for factor in factors if factor != Estimate(1.0)]
+    if not inexact or any(factor.low is None for factor in inexact):
         return Estimate(value)
     below = math.hypot(*(math.log(factor.value / factor.ends[0]) for factor in factors))
     above = math.hypot(*(math.log(factor.ends[1] / factor.value) for factor in factors))

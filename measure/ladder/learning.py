@@ -38,7 +38,7 @@ def figures_of_shares(over: str, to: str, reached: str, than: str) -> list[Figur
             "tokens_share",
             f"tokens to {to}",
             meaning=f"the share of all tokens after which {reached}, on straight lines between "
-            "evaluations; geometric mean over the seeds",
+            "evaluations; geometric mean over the seeds; empty if a seed never does",
             bar=True,
             over=over,
         ),
@@ -187,7 +187,7 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
     titles, tokens = {card.name: card.title for card in cards}, first.tokens_per_step
     report_stages(
         runs,
-        summaries,
+        [*summaries, *timed],
         about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
         pictures={"learning.png": "validation losses"},
         cards=cards,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from config import MFU, Config
 from measure.interleaved.comparison import Comparison, place
 from runtime.cli import load, read_yaml_mapping, show
-from runtime.errors import UserError
+from runtime.errors import UserError, in_a_line
 from runtime.files import write_json
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 
@@ -185,7 +185,12 @@ class Record(BaseModel):
     def load(cls, folder: Path) -> "Record":
         """Read a ladder's record; without one, it is empty."""
         path = folder / FILE
-        record = cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+        try:
+            record = cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+        except ValueError as error:
+            raise UserError(
+                f"{path}: damaged ({in_a_line(error)}); restore it, or delete it to begin again"
+            ) from None
         record.folder = folder
         return record
 

@@ -51,7 +51,8 @@ FIGURES = [
     Figure(
         "over_first",
         "x first",
-        meaning="tokens/s over those of the first stage, the product of such factors",
+        meaning="tokens/s over those of the first stage: in brackets the product of interleaved "
+        "factors, else the ratio of the two runs",
         over="first",
     ),
     Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
@@ -222,7 +223,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         draw_panels(stages[0].record.folder / "loss.png", panels)
     report_stages(
         stages,
-        [run.summary for _, run in done],
+        [*(run.summary for _, run in done), *filter(None, (s.comparison for s, _ in done))],
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
         figures=FIGURES,
         rows=rows_of(stages),
@@ -344,7 +345,7 @@ def across(folders: Sequence[str], out: Path) -> None:
                 raise UserError(f"{table}: not the table of a ladder")
             stage, base = line["stage"], line["base"]
             if stage != base:
-                ends = [line["over_base"], line["over_base_low"], line["over_base_high"]]
+                ends = map(line.get, ("over_base", "over_base_low", "over_base_high"))
                 values = [float(end) for end in ends if end]
                 over_base = Estimate(*values) if values else None
                 rows.setdefault((stage, base), {})[machines[-1]] = over_base

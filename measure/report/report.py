@@ -45,7 +45,8 @@ class Figure(NamedTuple):
         """Return the figure of a row to draw as a bar; None if the row compares with itself."""
         value = row.get(self.name)
         factor = value if value is None or isinstance(value, Estimate) else Estimate(value)
-        return None if factor == Estimate(1.0) else factor
+        name = next(iter(row.values()))
+        return None if factor == Estimate(1.0) and row.get("base", name) == name else factor
 
 
 class Card(NamedTuple):
