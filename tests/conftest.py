@@ -87,6 +87,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A tiny model gains nothing from more, and loses much if another program takes a core.
 torch.set_num_threads(1)
 
+# Every run asks git, which takes as long as two of its steps.
+summary.git_commit = functools.cache(summary.git_commit)
+
 
 # half of the time; begun first, so that at the end of several workers' tests none waits for a long
 # one of another
