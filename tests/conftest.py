@@ -31,7 +31,7 @@ from data.token_file import TokenFile, write_corpus
 from inference.sampling import Text, grow, seeded
 from measure.interleaved.rounds import to_flags
 from model import GPT, GPTConfig
-from runtime import report
+from runtime import errors, report
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -504,6 +504,11 @@ def torchrun(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.Com
     return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
+def impatient() -> None:
+    """Let this process, which no torchrun will end, not wait for that when it fails."""
+    errors.WAIT_FOR_TORCHRUN_S = 0
+
+
 def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     """The processes of a run on several ranks, with the environment and the store of torchrun, but
     without torchrun.
@@ -521,7 +526,7 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(start(*command, cwd=cwd, before=None, **env))
+        processes.append(start(*command, cwd=cwd, before=impatient, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 
