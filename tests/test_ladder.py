@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -28,7 +29,7 @@ from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
-from tests.conftest import ROOT, TINY, cases, ended, forks, refused, run, wait_for
+from tests.conftest import ROOT, TINY, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
@@ -171,12 +172,11 @@ def is_running(pid):
 
 
 @pytest.mark.usefixtures("rungs")
-def test_two_ladders_do_not_climb_in_one_folder(tmp_path):
-    with ladder.sole_writer(LADDER):
-        done = run("ladder.py", "plain.yaml", *OFF, cwd=tmp_path, before=forks, status=2)
-    assert done.stderr == (
-        "error: logs/ladder: another process is writing it; wait for it, or choose another name\n"
-    )
+def test_two_ladders_do_not_climb_in_one_folder():
+    """A lock of another thread is another one, as of another process."""
+    said = "^logs/ladder: another process is writing it; wait for it, or choose another name$"
+    with ThreadPoolExecutor() as elsewhere, ladder.sole_writer(LADDER), refused(said):
+        elsewhere.submit(climb, "plain.yaml", *OFF).result()
     assert not LADDER.exists()
 
 
