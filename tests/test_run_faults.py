@@ -96,6 +96,7 @@ EVALUATES = {
     "vocab_size": 50257,
     "n_layer": 1,
     "n_embd": 8,
+    "batch_size": 1,
     "dropout": 0.2,
     "eval_every": 3,
     "eval_tokens": 64,

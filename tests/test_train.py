@@ -415,7 +415,8 @@ def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config, he
         "vocab_size": 50257,
         "dropout": 0.1,
         "max_steps": 3,
-        "val_fraction": 0.1,
+        "batch_size": 1,
+        "val_fraction": 0.02,
         "n_layer": 1,
         "n_embd": 8,
         "hellaswag_file": str(here.parent.with_suffix(".jsonl")),
@@ -511,7 +512,7 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
         monkeypatch.setattr(place, name, slow(getattr(place, name)))
     every = {f"{what}_every": 1 for what in ("eval", "sample", "checkpoint")}
     shape = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}
-    config = tiny_config(**shape, val_fraction=0.05, sample_tokens=2, **every)
+    config = tiny_config(**shape, val_fraction=0.01, sample_tokens=2, **every)
     monkeypatch.setattr(runtime.clock, "time", clock)
     summary = run(config)
     assert column(config, "dt_ms") == [10_000, 500, 250, 250, 250, 250]
