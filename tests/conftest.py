@@ -29,7 +29,8 @@ from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from inference.sampling import Text, grow, seeded
-from measure.interleaved.rounds import to_flags
+from measure.interleaved import rounds
+from measure.preflight import estimate
 from model import GPT, GPTConfig
 from runtime import errors, report
 from runtime.device import NOTED_SLOWDOWN, slowdown
@@ -87,8 +88,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A tiny model gains nothing from more, and loses much if another program takes a core.
 torch.set_num_threads(1)
 
-# Every run asks git, which takes as long as two of its steps.
+# Every run asks git, which takes as long as two of its steps, and ends with a measurement that
+# takes longer than all, as check.py does. In a run of test_cli.py both are real.
 summary.git_commit = functools.cache(summary.git_commit)
+summary.matmul_tflops = estimate.matmul_tflops = lambda *_, **__: 1.0
 
 
 # half of the time; begun first, so that at the end of several workers' tests none waits for a long
@@ -143,12 +146,6 @@ def project_files(*patterns: str) -> list[Path]:
 def fast_precision() -> dict[str, bool]:
     """Options that switch bfloat16 off if it is emulated, for tests of something else."""
     return {} if slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
-
-
-@pytest.fixture(autouse=True)
-def the_matmul_rate_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run ends with this measurement, which takes longer than the tests' runs."""
-    monkeypatch.setattr(summary, "matmul_tflops", lambda *_, **__: 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -410,9 +407,11 @@ class Forked(subprocess.Popen):
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of Python that this test's code starts, and their own children, begin with PyTorch
-    imported.
+    imported, and interleaved sides take short turns.
     """
     monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -573,7 +572,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 def flags(config: Config) -> list[str]:
     """A config as command-line flags."""
-    return to_flags(config.model_dump(include=config.model_fields_set))
+    return rounds.to_flags(config.model_dump(include=config.model_fields_set))
 
 
 def tokens_in(path: Path) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The benchmark on tiny models: what is timed, arithmetic, a slow part found, runs that fail, ranks."""
+"""The benchmark on tiny models: what is timed, arithmetic, a slow part found, runs that fail, and
+the same batch on more ranks.
+"""
 
 import csv
 import itertools
@@ -15,7 +17,7 @@ import torch
 import bench
 from bench import BenchOptions
 from config import Config, load_config
-from measure.interleaved import process, rounds
+from measure.interleaved import process
 from measure.ladder.record import Device
 from measure.profile import breakdown, tables, timing
 from measure.profile.breakdown import break_down
@@ -386,11 +388,7 @@ def test_a_step_is_traced_and_broken_down(tiny_yaml, tmp_path, capsys):
 # ---- the same batch on more ranks
 
 
-def test_one_rank_and_two_train_the_same_batch_interleaved(
-    tiny_yaml, corpus, tmp_path, monkeypatch, forked
-):
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_one_rank_and_two_train_the_same_batch_interleaved(tiny_yaml, corpus, tmp_path, forked):
     given = ("--scaling", "2,1", "--rounds", "6", "--log_dir", tmp_path / "logs")
     command_line("--config", tiny_yaml, *given, "--dataset=tiny", f"--data_dir={corpus}")
     (folder,) = (tmp_path / "logs/bench").iterdir()

@@ -103,7 +103,7 @@ def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, 
     assert describe_disk(config, 1e18)[0] == (config.keep_last == 0)
 
 
-def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
+def test_check_is_for_a_run_from_its_first_step_and_train_names_it():
     with refused("is for a run from its first step"):
         main(load(CheckOptions, {"resume": "auto", "estimate": True}))
     ran = run_from_nothing(str(ROOT / "train.py"), "--estimate", cwd=ROOT, status=2)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,6 @@ FEW = {"max_steps": 4, "batch_size": 2, "total_batch_tokens": 256, "dropout": 0.
 FSDP = FEW | {"fsdp": True}
 BF16 = FEW | {"bf16": True, "dropout": 0.0, "tie_weights": True}
 NEWER = MODERN | {"n_embd": 8, "embed_lr": 0.01, "scalar_lr": 0.02}
-Action = tuple[str, dict[str, Any]]
 
 
 def do(ranks, place, actions):
@@ -88,22 +86,22 @@ def two(place):
         2,
         place,
         {
-            "ddp": ("trained", EVERYTHING),
-            "fsdp": ("trained", EVERYTHING | sharded),
-            "ddp bf16": ("trained", BF16),
+            "ddp": ("train", EVERYTHING),
+            "fsdp": ("train", EVERYTHING | sharded),
+            "ddp bf16": ("train", BF16),
             "bf16": ("looked_at", BF16 | {"fsdp": True}),
-            "compiled": ("trained", BF16 | {"fsdp": True, "compile": True}),
+            "compiled": ("train", BF16 | {"fsdp": True, "compile": True}),
             "compiled, evaluated": ("graphs", EVERYTHING | compiled),
-            "fp16": ("trained", FSDP | {"fp16": True}),
-            "ddp modern": ("trained", FEW | NEWER),
-            "modern": ("trained", FSDP | NEWER | {"recompute": True}),
+            "fp16": ("train", FSDP | {"fp16": True}),
+            "ddp modern": ("train", FEW | NEWER),
+            "modern": ("train", FSDP | NEWER | {"recompute": True}),
             "sampled": ("sampled", FSDP | sample),
-            "ddp few": ("trained", FEW | {"recompute": True}),
+            "ddp few": ("train", FEW | {"recompute": True}),
             "ddp few, with FSDP": ("restored", {"resume": "logs/ddp few", "fsdp": True}),
-            "straight": ("trained", FSDP),
+            "straight": ("train", FSDP),
             "straight, with DDP": ("restored", straight | {"fsdp": False}),
-            "again": ("trained", FSDP | {"max_steps": 2}),
-            "again, resumed": ("trained", again | {"max_steps": 4}),
+            "again": ("train", FSDP | {"max_steps": 2}),
+            "again, resumed": ("train", again | {"max_steps": 4}),
             "not saved": ("not_saved", FSDP | {"checkpoint_every": 2}),
         },
     )
@@ -117,7 +115,7 @@ def four(place, two):
         4,
         place,
         {
-            "bf16 on four": ("trained", BF16 | {"fsdp": True, "batch_size": 1}),
+            "bf16 on four": ("train", BF16 | {"fsdp": True, "batch_size": 1}),
             "straight, with FSDP": ("restored", resume),
         },
     )
@@ -222,7 +220,7 @@ def test_a_resume_with_fsdp_is_exact(two, place):
     assert end_of(straight) == end_of(again)
 
 
-def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(place, tmp_path):
+def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(tmp_path):
     shards = tmp_path / "train/checkpoints/step_000002/model"
     shards.mkdir(parents=True)
     (shards / "shard-00001-model-00001-of-00002.safetensors").touch()

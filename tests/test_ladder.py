@@ -17,7 +17,6 @@ import pytest
 
 import ladder
 from config import Config
-from measure.interleaved import rounds
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.interleaved.rounds import SideError
@@ -205,7 +204,7 @@ speedup --report_only --log_dir= => --log_dir: string should have at least 1 cha
 
 
 @pytest.mark.parametrize(("arguments", "message"), cases(MISTAKES))
-def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path, monkeypatch):
+def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path):
     with refused(re.escape(message)) as raised:
         climb(*arguments.replace("ROOT", str(ROOT)).split())
     assert raised.value.status == 2
@@ -366,9 +365,7 @@ def test_a_report_alone_of_an_ablation_has_the_options_of_the_climb(monkeypatch)
 
 
 @pytest.mark.usefixtures("rungs", "forked")
-def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
+def test_each_rung_runs_once_and_is_interleaved_once_with_its_base():
     Path("tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
     command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6"]
     assert climb(*command) == 0
@@ -734,7 +731,7 @@ def climbed(monkeypatch, found, *arguments):
     return {stage.name: stage for stage in runs}
 
 
-def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeypatch, capsys):
+def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeypatch):
     for gpus in (1, 2):
         assert "ddp" not in climbed(monkeypatch, {"gpus": gpus}, "speedup")
     asked = climbed(monkeypatch, {}, "speedup", "--nproc_per_node", "2")

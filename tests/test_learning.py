@@ -5,7 +5,6 @@ import json
 import pytest
 
 from config import load_config
-from measure.interleaved import rounds
 from measure.ladder import climb as climbing
 from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
 from measure.ladder.record import Record
@@ -119,9 +118,8 @@ def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_
 
 @pytest.mark.usefixtures("configs", "forked")
 def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with_other_seeds(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     (tmp_path / "both.yaml").write_text(
         "{base: adamw.yaml, optimizer: muon, grad_clip: 1.0, flash: true}"
     )

@@ -190,7 +190,7 @@ def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that
     assert "wandb" not in errors
 
 
-def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, here, wandb, monkeypatch, capsys):
+def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, wandb, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(track, "INIT_TIMEOUT", 1)
