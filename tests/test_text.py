@@ -435,6 +435,11 @@ def test_a_corpus_is_one_command_and_the_first_file_gives_its_name(tmp_path):
     assert "--dataset mine" in done.stdout
 
 
+def test_a_corpus_of_a_mistaken_name_is_told_with_the_nearest_and_the_command_that_writes_it():
+    with refused(r"did you mean shakespeare\?; write it with: .*text.py FILE --name shakespear;"):
+        prepare_if_missing(Path("data/shakespear"))
+
+
 def test_training_imports_nothing_that_only_other_runs_need(tmp_path):
     packages = "'pyarrow', 'zstandard', 'data.text', 'tensorboard', 'wandb'"
     imported = f"sys.modules.keys() & {{{packages}}}"
