@@ -50,6 +50,7 @@ TINY: dict[str, Any] = {
     "block_size": 32,
     "vocab_size": 128,
 }
+TINY_RUN: dict[str, Any] = {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
 # Compiling takes most of a test's time. Tests of --compile share this model and its batches: one of
 # them waits for the C++ compiler, the others find its work in PyTorch's cache.
 COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
@@ -211,16 +212,12 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
 def tiny_run(place: Path, shape: dict[str, Any] = TINY, **options) -> Config:
     """The options of `tiny_config` for a run in any folder; `shape`: the model's, if it has one."""
     values: dict[str, Any] = {
-        "dataset": "tiny",
         "data_dir": str(place / "data"),
         "log_dir": str(place / "logs"),
-        "device": "cpu",
-        "seq_len": 32,
-        "batch_size": 4,
         "max_steps": 6,
         "init": "gpt2",
     }
-    return load_config(**(shape | values | options))
+    return load_config(**(shape | TINY_RUN | values | options))
 
 
 @pytest.fixture

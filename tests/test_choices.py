@@ -17,11 +17,11 @@ from config import THIS_CALL, Config, Needs, Rung
 from measure.preflight import estimate
 from measure.preflight.checks import check
 from runtime.cli import ConfigError, _value_type, load
-from tests.conftest import ALONE, COMPILED, TINY, end_of, log, tiny_run
+from tests.conftest import ALONE, COMPILED, TINY, TINY_RUN, end_of, log, tiny_run
 from train import main, train
 
 Values = dict[str, object]  # keys are names of options
-BASE = TINY | {"real_vocab_size": 128, "seq_len": 32, "batch_size": 4, "max_steps": 3, "lr": 1e-2}
+BASE = TINY | TINY_RUN | {"real_vocab_size": 128, "max_steps": 3, "lr": 1e-2}
 
 
 def value_on(options, name):

@@ -28,7 +28,7 @@ from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
-from tests.conftest import ROOT, TINY, cases, ended, refused, run, wait_for
+from tests.conftest import ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
@@ -46,8 +46,7 @@ def nothing_is_known_of_this_machine(in_tmp_path, monkeypatch):
 @pytest.fixture
 def rungs(corpus, tmp_path):
     """Two configs of a tiny model, `plain.yaml` and `flash.yaml`, in the working directory."""
-    plain = TINY | {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
-    plain |= {"max_steps": 12, "lr": 1e-3, "lr_schedule": "cosine"}
+    plain = TINY | TINY_RUN | {"max_steps": 12, "lr": 1e-3, "lr_schedule": "cosine"}
     (tmp_path / "plain.yaml").write_text(json.dumps(plain))
     (tmp_path / "flash.yaml").write_text("{base: plain.yaml, flash: true}")
 

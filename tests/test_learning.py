@@ -10,7 +10,7 @@ from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
 from measure.ladder.record import Record
 from measure.ladder.stages import ablated
 from runtime.runlog import read_rows
-from tests.conftest import TINY, refused
+from tests.conftest import TINY, TINY_RUN, refused
 from tests.test_ladder import (
     climb,
     fake_run,
@@ -23,8 +23,8 @@ from tests.test_ladder import (
 @pytest.fixture
 def configs(corpus, tmp_path):
     """Configs of a tiny model in the working directory: adamw.yaml, muon.yaml, aa.yaml."""
-    adamw = TINY | {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4, "seed": 1}
-    adamw |= {"max_steps": 8, "eval_every": 4, "val_fraction": 0.2, "init": "gpt2"}
+    adamw = TINY | TINY_RUN | {"seed": 1, "init": "gpt2"}
+    adamw |= {"max_steps": 8, "eval_every": 4, "val_fraction": 0.2}
     (tmp_path / "adamw.yaml").write_text(json.dumps(adamw))
     (tmp_path / "muon.yaml").write_text("{base: adamw.yaml, optimizer: muon}")
     (tmp_path / "aa.yaml").write_text("{base: adamw.yaml, seed: 101}")
