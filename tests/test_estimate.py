@@ -34,12 +34,6 @@ from train import train
 MB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def the_matmul_rate_is_given(monkeypatch):
-    """Measuring it takes a second or two."""
-    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: 250.0)
-
-
 def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, capsys, monkeypatch):
     places = {"data_dir": str(tmp_path), "log_dir": str(tmp_path / "a/b")}
     config = load_config("gpt2_124m", device="cpu", **places)
@@ -49,6 +43,7 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
         model = GPT(GPTConfig.of(config))
     traced = dict.fromkeys(("backward pass", "clipping", "update", "kept"), at)
     monkeypatch.setattr(module, "trace", lambda *_: (model, traced))  # takes many seconds
+    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: 250.0)
     estimate(config, ALONE)
     out = capsys.readouterr().out
     flops = 9_999_745_024 * (6 * (numbers - 1024 * 768) + 12 * 12 * 768 * 1024)

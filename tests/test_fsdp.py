@@ -123,7 +123,7 @@ def four(place, two):
 
 def figures(place, *runs, name="loss"):
     """Return a column of the logs of runs."""
-    return [column(tiny_run(place, run_name=run), name) for run in runs]
+    return [column(place / "logs" / run, name) for run in runs]
 
 
 def drawn(model, n, temperature):
@@ -145,7 +145,7 @@ def test_a_sharded_run_has_the_losses_norms_evaluations_and_samples_of_ddp(two, 
     # is the one that is less exact
     whole, sharded = figures(place, *runs, name="norm")
     assert sharded == pytest.approx(whole, rel=1e-3)
-    evaluated = [rows(tiny_run(place, run_name=run), "eval.csv") for run in runs]
+    evaluated = [rows(place / "logs" / run, "eval.csv") for run in runs]
     for theirs, ours in zip(*evaluated, strict=True):
         theirs, ours = ([float(x) for x in row.values() if x] for row in (theirs, ours))
         assert ours == pytest.approx(theirs, abs=1e-4)

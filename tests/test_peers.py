@@ -219,8 +219,8 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked, capsys):
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
-    less = {"rounds": 6, "peer": (peer(),)}
-    main(options.model_copy(update=less | {"log_dir": str(tmp_path / "logs")}))
+    less = {"rounds": 6, "peer": (peer(),), "log_dir": str(tmp_path / "logs")}
+    main(options.model_copy(update=less))
     assert "note: transformers is not installed" in capsys.readouterr().out
     folder = tmp_path / "logs/peers"
     assert {path.name for path in folder.iterdir()} == {

@@ -89,11 +89,6 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(text, "BATCH", 3000)
-
-
 # ---- every token is tiktoken's
 
 
@@ -149,7 +144,8 @@ def test_links_are_followed_once_in_a_cache_of_hugging_face_too_and_told_if_brok
         written("hub")
 
 
-def test_threads_and_batches_change_no_byte(small_batches, monkeypatch):
+def test_threads_and_batches_change_no_byte(monkeypatch):
+    monkeypatch.setattr(text, "BATCH", 3000)
     paths = [write(name, texts(20)) for name in FORMATS]
     Path("b.txt").write_text("a text of words " * 2000)
     written(*paths, "b.txt", folder=Path("one/mine"), workers=1, val_every=3)

@@ -47,6 +47,7 @@ from tests.conftest import (
     CPU,
     at_step,
     fast_precision,
+    folder_of,
     project_files,
     run_ranks,
 )
@@ -58,7 +59,7 @@ def run(config, **options):
 
 
 def rows(config, name="log.csv"):
-    with open(f"{config.log_dir}/{config.run_name}/{name}", newline="") as file:
+    with open(folder_of(config) / name, newline="") as file:
         return list(csv.DictReader(file))
 
 
