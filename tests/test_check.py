@@ -24,13 +24,7 @@ from measure.preflight.checks import check
 from measure.preflight.estimate import Estimated
 from runtime.cli import load
 from runtime.errors import UserError
-from tests.conftest import (
-    ALONE,
-    refused,
-    run_ranks,
-    tiny_run,
-    write_tiny_corpus,
-)
+from tests.conftest import ALONE, refused, run_ranks, tiny_run, write_tiny_corpus
 from train import train
 
 FAST = Estimated(0.1, (True, "disk: enough"))  # the tiny model is checked as it is

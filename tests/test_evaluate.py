@@ -21,14 +21,7 @@ import evaluate
 from data.hellaswag import Line, Row, clean, download, read_items, rows_of
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
-from inference.hellaswag import (
-    METRICS,
-    choices,
-    ending_losses,
-    interval,
-    read_questions,
-    score,
-)
+from inference.hellaswag import METRICS, choices, ending_losses, interval, read_questions, score
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError

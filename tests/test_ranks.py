@@ -10,15 +10,7 @@ import pytest
 from runtime.errors import TrainingError
 from runtime.launch import Launch, launch
 from runtime.world import World, joined_world
-from tests.conftest import (
-    CPU,
-    ROOT,
-    flags,
-    log,
-    run_ranks,
-    torchrun,
-    wait_for,
-)
+from tests.conftest import CPU, ROOT, flags, log, run_ranks, torchrun, wait_for
 from tests.test_resume import needs_proc
 
 WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

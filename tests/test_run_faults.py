@@ -32,18 +32,7 @@ from runtime.launch import Launch
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
-from tests.conftest import (
-    ALONE,
-    CPU,
-    ROOT,
-    TINY,
-    at_step,
-    end_of,
-    flags,
-    folder_of,
-    log,
-    run,
-)
+from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, end_of, flags, folder_of, log, run
 from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
 

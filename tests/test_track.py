@@ -15,10 +15,7 @@ import runtime.track as track
 import train as train_module
 from config import load_config
 from runtime.runlog import LOG_COLUMNS, read_rows
-from tests.conftest import (
-    at_step,
-    refused,
-)
+from tests.conftest import at_step, refused
 
 EVERYTHING = {
     "vocab_size": 50257,

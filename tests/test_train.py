@@ -32,11 +32,7 @@ from inference.validation import validation_loss
 from model import GPT, GPTConfig
 from optimizer import learning_rate
 from runtime.cli import ConfigError, parse
-from runtime.device import (
-    check_attention,
-    check_compiler,
-    slowdown,
-)
+from runtime.device import check_attention, check_compiler, slowdown
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
