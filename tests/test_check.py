@@ -31,7 +31,6 @@ FAST = Estimated(0.1, (True, "disk: enough"))  # the tiny model is checked as it
 
 
 CLEAN = {
-    "baseline": {},
     "dropout, micro-steps, tied": {"dropout": 0.3, "total_batch_tokens": 256, "tie_weights": True},
     "a long warm-up, rates of fine-tuning": {
         "lr": 3e-5,

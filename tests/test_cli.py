@@ -58,10 +58,8 @@ def test_ctrl_c_ends_the_run_cleanly_with_what_was_logged(tiny_config, tmp_path)
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=100)
-    assert (process.returncode, err) == (
-        0,
-        "\nstopping after this step; once more to stop at once\n",
-    )
+    said = "\nstopping after this step; once more to stop at once\n"
+    assert (process.returncode, err) == (0, said)
     assert "interrupted: " in out
     assert json.loads(log.with_name("summary.json").read_text())["interrupted"] is True
     assert len(read_rows(log)) >= 3

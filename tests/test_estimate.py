@@ -215,8 +215,8 @@ def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
     """
     sizes = {"n_embd": 128, "vocab_size": 50257, "seq_len": 128, "block_size": 128}
     config = tiny_config(**sizes, max_steps=3, keep_last=0)
-    settings = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-    run("train.py", *flags(config), cwd=tmp_path, **settings)
+    tunables = "glibc.malloc.tcache_count=0"
+    run("train.py", *flags(config), cwd=tmp_path, OMP_NUM_THREADS="1", GLIBC_TUNABLES=tunables)
     summary = json.loads((tmp_path / "logs/train/summary.json").read_text())
     estimated = peak_bytes(moments_of(config), CPU) / MB
     assert summary["memory_growth_mb"] == pytest.approx(estimated, rel=0.25)

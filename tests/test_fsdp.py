@@ -230,8 +230,5 @@ def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(
 
 def test_a_checkpoint_that_cannot_be_written_is_one_error_and_leaves_the_one_before(two, place):
     run_folder = place / "logs/not saved"
-    assert re.fullmatch(
-        r".*No space left on device.*",
-        two["not saved"],
-    )
+    assert re.fullmatch(r".*No space left on device.*", two["not saved"])
     assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["step_000002"]

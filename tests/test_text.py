@@ -278,8 +278,8 @@ def failing_at(number, monkeypatch):
 
 def test_a_full_disk_keeps_whole_files_and_training_says_how_to_resume(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["data/text.py", "a.txt", "b.txt"])
-    for path, seed in ((A, 60), (B, 61)):
-        write(path, texts(seed))
+    write(A, texts(60))
+    write(B, texts(61))
     written(A, B)
     undisturbed = content(MINE)
     shutil.rmtree(MINE)
@@ -315,8 +315,8 @@ def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
     case, monkeypatch, capsys
 ):
     harm, kept, options = HARM[case]
-    for path, seed in ((A, 60), (B, 61)):
-        write(path, texts(seed))
+    write(A, texts(60))
+    write(B, texts(61))
     with failing_at(1, monkeypatch), pytest.raises(OSError, match="No space left"):
         written(A, B)
     harm()
