@@ -29,9 +29,10 @@ from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
 from inference.sampling import Text, grow, seeded
-from measure.interleaved.rounds import to_flags
+from measure.interleaved import rounds
+from measure.preflight import estimate
 from model import GPT, GPTConfig
-from runtime import report
+from runtime import errors, report
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -49,6 +50,7 @@ TINY: dict[str, Any] = {
     "block_size": 32,
     "vocab_size": 128,
 }
+TINY_RUN: dict[str, Any] = {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
 # Compiling takes most of a test's time. Tests of --compile share this model and its batches: one of
 # them waits for the C++ compiler, the others find its work in PyTorch's cache.
 COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
@@ -86,6 +88,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A tiny model gains nothing from more, and loses much if another program takes a core.
 torch.set_num_threads(1)
+
+# Every run asks git, which takes as long as two of its steps, and ends with a measurement that
+# takes longer than all, as check.py does. In a run of test_cli.py both are real.
+summary.git_commit = functools.cache(summary.git_commit)
+summary.matmul_tflops = estimate.matmul_tflops = lambda *_, **__: 1.0
 
 
 # half of the time; begun first, so that at the end of several workers' tests none waits for a long
@@ -140,12 +147,6 @@ def project_files(*patterns: str) -> list[Path]:
 def fast_precision() -> dict[str, bool]:
     """Options that switch bfloat16 off if it is emulated, for tests of something else."""
     return {} if slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
-
-
-@pytest.fixture(autouse=True)
-def the_matmul_rate_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run ends with this measurement, which takes longer than the tests' runs."""
-    monkeypatch.setattr(summary, "matmul_tflops", lambda *_, **__: 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -211,16 +212,12 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
 def tiny_run(place: Path, shape: dict[str, Any] = TINY, **options) -> Config:
     """The options of `tiny_config` for a run in any folder; `shape`: the model's, if it has one."""
     values: dict[str, Any] = {
-        "dataset": "tiny",
         "data_dir": str(place / "data"),
         "log_dir": str(place / "logs"),
-        "device": "cpu",
-        "seq_len": 32,
-        "batch_size": 4,
         "max_steps": 6,
         "init": "gpt2",
     }
-    return load_config(**(shape | values | options))
+    return load_config(**(shape | TINY_RUN | values | options))
 
 
 @pytest.fixture
@@ -407,9 +404,11 @@ class Forked(subprocess.Popen):
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of Python that this test's code starts, and their own children, begin with PyTorch
-    imported.
+    imported, and interleaved sides take short turns.
     """
     monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -501,6 +500,11 @@ def torchrun(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.Com
     return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
+def impatient() -> None:
+    """Let this process, which no torchrun will end, not wait for that when it fails."""
+    errors.WAIT_FOR_TORCHRUN_S = 0
+
+
 def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     """The processes of a run on several ranks, with the environment and the store of torchrun, but
     without torchrun.
@@ -518,7 +522,7 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(start(*command, cwd=cwd, before=None, **env))
+        processes.append(start(*command, cwd=cwd, before=impatient, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 
@@ -565,7 +569,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 def flags(config: Config) -> list[str]:
     """A config as command-line flags."""
-    return to_flags(config.model_dump(include=config.model_fields_set))
+    return rounds.to_flags(config.model_dump(include=config.model_fields_set))
 
 
 def tokens_in(path: Path) -> np.ndarray:

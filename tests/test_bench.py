@@ -1,5 +1,8 @@
-"""The benchmark on tiny models: what is timed, arithmetic, a slow part found, runs that fail."""
+"""The benchmark on tiny models: what is timed, arithmetic, a slow part found, runs that fail, and
+the same batch on more ranks.
+"""
 
+import csv
 import itertools
 import json
 import random
@@ -18,6 +21,7 @@ from measure.interleaved import process
 from measure.ladder.record import Device
 from measure.profile import breakdown, tables, timing
 from measure.profile.breakdown import break_down
+from measure.profile.scaling import batch_size_of
 from measure.profile.timing import Job, measure, passes, set_up
 from model import GPT, GPTConfig
 from runtime import device
@@ -379,3 +383,33 @@ def test_a_step_is_traced_and_broken_down(tiny_yaml, tmp_path, capsys):
     assert files == {"parts.md", "trace_tiny_full.json.gz"}
     with refused("nothing could be measured: --memory: only CUDA records its allocations"):
         command_line("--config", tiny_yaml, "--memory", "--log_dir", tmp_path / "memory")
+
+
+# ---- the same batch on more ranks
+
+
+def test_one_rank_and_two_train_the_same_batch_interleaved(tiny_yaml, corpus, tmp_path, forked):
+    given = ("--scaling", "2,1", "--rounds", "6", "--log_dir", tmp_path / "logs")
+    command_line("--config", tiny_yaml, *given, "--dataset=tiny", f"--data_dir={corpus}")
+    (folder,) = (tmp_path / "logs/bench").iterdir()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"interleaved.json", "report.html", "report.md", "results.csv", "scaling.png"}
+
+    one, two = json.loads((folder / "interleaved.json").read_text())["sides"]
+    assert "--total_batch_tokens=64 --batch_size=1" in two["command"]
+    # the same sequences
+    assert one["turns"][0]["loss"] == pytest.approx(two["turns"][0]["loss"], abs=1e-5)
+    for turn in two["turns"]:
+        assert [rank["tokens"] for rank in turn["ranks"]] == [turn["tokens"]] * 2
+
+    with (folder / "results.csv").open(newline="") as file:
+        one, two = csv.DictReader(file)
+    assert (one["ranks"], one["efficiency"]) == ("1", "1.0")
+    assert (two["ranks"], two["batch_size"], two["micro_steps"]) == ("2", "1", "1")
+    share = float(two["over_first"]) / float(two["hardware"])
+    assert float(two["efficiency"]) == pytest.approx(share)
+
+
+def test_a_batch_is_split_into_the_largest_micro_steps_that_fit(tiny_config):
+    config = tiny_config(batch_size=8, total_batch_tokens=32 * 32)
+    assert [batch_size_of(config, n) for n in (1, 2, 4, 8, 32)] == [8, 8, 8, 4, 1]

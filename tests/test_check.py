@@ -20,25 +20,17 @@ from checkpoint.files import MODEL
 from checkpoint.state import State
 from data.token_file import write_corpus
 from dataloader import DataLoader, TokenStream
-from measure.preflight import estimate
 from measure.preflight.checks import check
 from measure.preflight.estimate import Estimated
 from runtime.cli import load
 from runtime.errors import UserError
-from tests.conftest import (
-    ALONE,
-    refused,
-    run_ranks,
-    tiny_run,
-    write_tiny_corpus,
-)
+from tests.conftest import ALONE, refused, run_ranks, tiny_run, write_tiny_corpus
 from train import train
 
 FAST = Estimated(0.1, (True, "disk: enough"))  # the tiny model is checked as it is
 
 
 CLEAN = {
-    "baseline": {},
     "dropout, micro-steps, tied": {"dropout": 0.3, "total_batch_tokens": 256, "tie_weights": True},
     "a long warm-up, rates of fine-tuning": {
         "lr": 3e-5,
@@ -76,12 +68,9 @@ def test_a_device_too_busy_to_be_measured_is_an_error(tiny_config):
         check(tiny_config(), ALONE, FAST._replace(step_seconds=math.nan))
 
 
-def test_a_run_is_checked_with_the_weights_that_its_name_means(
-    tiny_config, tmp_path, capsys, monkeypatch
-):
+def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_path, capsys):
     train(tiny_config(n_layer=1, max_steps=20, lr=1e-2, run_name="first"), ALONE)
     capsys.readouterr()
-    monkeypatch.setattr(estimate, "matmul_tflops", lambda *_, **__: 1.0)
     config = tiny_run(tmp_path, {}, init_from="first", lr=1e-3)
     main(load(CheckOptions, config.model_dump(exclude_unset=True)))  # exits after a problem
     printed = capsys.readouterr().out

@@ -17,11 +17,11 @@ from config import THIS_CALL, Config, Needs, Rung
 from measure.preflight import estimate
 from measure.preflight.checks import check
 from runtime.cli import ConfigError, _value_type, load
-from tests.conftest import ALONE, COMPILED, TINY, end_of, log, tiny_run
+from tests.conftest import ALONE, COMPILED, TINY, TINY_RUN, end_of, log, tiny_run
 from train import main, train
 
 Values = dict[str, object]  # keys are names of options
-BASE = TINY | {"real_vocab_size": 128, "seq_len": 32, "batch_size": 4, "max_steps": 3, "lr": 1e-2}
+BASE = TINY | TINY_RUN | {"real_vocab_size": 128, "max_steps": 3, "lr": 1e-2}
 
 
 def value_on(options, name):
@@ -82,7 +82,7 @@ def runs(options):
 
 @pytest.mark.parametrize("options", runs(Config))
 def test_each_choice_trains_saves_resumes_bit_for_bit_and_passes_estimate_and_check(
-    options, corpus, tmp_path, here, capsys, monkeypatch
+    options, corpus, tmp_path, here, capsys
 ):
     shape = COMPILED if "compile" in options else {}
     config = tiny_run(tmp_path, **BASE | shape | options, checkpoint_every=2)
@@ -94,7 +94,6 @@ def test_each_choice_trains_saves_resumes_bit_for_bit_and_passes_estimate_and_ch
     assert (again["resumed_after_step"], again["skipped_steps"]) == (2, 0)
     assert end_of(here) == straight
 
-    monkeypatch.setattr(estimate, "matmul_tflops", lambda *_, **__: 1.0)  # takes seconds
     estimated = estimate.estimate(config, ALONE)
     said = re.search(r"^disk: +(\S+) GB a checkpoint", capsys.readouterr().out, re.MULTILINE)
     size = sum(path.stat().st_size for path in last.glob("*.safetensors"))

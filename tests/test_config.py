@@ -19,12 +19,7 @@ from config import (
     load_config,
 )
 from model import GPTConfig
-from runtime.cli import (
-    CONFIG_DIR,
-    parse,
-    sections,
-    show,
-)
+from runtime.cli import CONFIG_DIR, parse, sections, show
 from runtime.start import parse_command_line
 from tests.conftest import cases, flags, project_files
 

@@ -126,15 +126,11 @@ def test_an_id_beyond_the_models_vocabulary_is_refused_at_opening(path):
     split(129)
 
 
-@pytest.fixture
-def by_samples(monkeypatch):
-    """Let a file be compared, and its ids be checked at opening, by 2 samples of 1 token."""
+def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(monkeypatch):
+    """At opening, ids are checked by 2 samples of 1 token."""
     for name, value in (("COMPARED_WHOLE", 0), ("N_SAMPLES", 2), ("SAMPLE_TOKENS", 1)):
         monkeypatch.setattr(data.token_file, name, value)
     monkeypatch.setattr(dataloader, "COMPARED_WHOLE", 0)
-
-
-def test_a_bad_id_deep_in_a_file_is_refused_when_its_batch_is_read(by_samples):
     write_corpus(C, [[*range(60), 500, *range(40)]])
     loader = DataLoader(split(128)[0], batch_size=1)
     loader.batch(14)  # tokens 52 to 56

@@ -29,12 +29,10 @@ TRAIN = """if True:
     import json, sys
     from pathlib import Path
     import torch
-    import summary
     from runtime.world import joined_world
     from tests.conftest import tiny_run
     from train import train
 
-    summary.matmul_tflops = lambda *_, **__: 1.0  # takes longer than a run
     with joined_world(torch.device("cpu"), timeout=100) as world:
         for options in json.loads(sys.argv[1]):
             train(tiny_run(Path.cwd(), **options), world)
@@ -43,7 +41,7 @@ TRAIN = """if True:
 
 @pytest.mark.parametrize(
     ("processes", "common", "sequences"),
-    [*((n, SMALL, 12) for n in (1, 2, 3, 4)), (2, COMPILES, 48)],
+    [*((n, SMALL, 12) for n in (1, 2, 3)), (2, COMPILES, 48)],
 )
 def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(
     processes, common, sequences, tmp_path
@@ -76,7 +74,7 @@ LOOK = """if True:
     import hashlib, json, sys
     from pathlib import Path
     import torch
-    import summary, train
+    import train
     from runtime.world import joined_world
     from tests.conftest import at_step, tiny_run
 
@@ -101,7 +99,6 @@ LOOK = """if True:
         run.state.model.transformer.drop.register_forward_hook(look)
         return run
 
-    summary.matmul_tflops = lambda *_, **__: 1.0
     real_setup, train.setup = train.setup, setup
     at_step(Patch, lambda step, _: ended.append(averaged.count(True)))
     with joined_world(torch.device("cpu"), timeout=100) as world:

@@ -34,12 +34,6 @@ from train import train
 MB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def the_matmul_rate_is_given(monkeypatch):
-    """Measuring it takes a second or two."""
-    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: 250.0)
-
-
 def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, capsys, monkeypatch):
     places = {"data_dir": str(tmp_path), "log_dir": str(tmp_path / "a/b")}
     config = load_config("gpt2_124m", device="cpu", **places)
@@ -49,6 +43,7 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
         model = GPT(GPTConfig.of(config))
     traced = dict.fromkeys(("backward pass", "clipping", "update", "kept"), at)
     monkeypatch.setattr(module, "trace", lambda *_: (model, traced))  # takes many seconds
+    monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: 250.0)
     estimate(config, ALONE)
     out = capsys.readouterr().out
     flops = 9_999_745_024 * (6 * (numbers - 1024 * 768) + 12 * 12 * 768 * 1024)
@@ -103,7 +98,7 @@ def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, 
     assert describe_disk(config, 1e18)[0] == (config.keep_last == 0)
 
 
-def test_check_is_for_a_run_from_its_first_step_and_train_names_it(tiny_config):
+def test_check_is_for_a_run_from_its_first_step_and_train_names_it():
     with refused("is for a run from its first step"):
         main(load(CheckOptions, {"resume": "auto", "estimate": True}))
     ran = run_from_nothing(str(ROOT / "train.py"), "--estimate", cwd=ROOT, status=2)
@@ -220,8 +215,8 @@ def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
     """
     sizes = {"n_embd": 128, "vocab_size": 50257, "seq_len": 128, "block_size": 128}
     config = tiny_config(**sizes, max_steps=3, keep_last=0)
-    settings = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-    run("train.py", *flags(config), cwd=tmp_path, **settings)
+    tunables = "glibc.malloc.tcache_count=0"
+    run("train.py", *flags(config), cwd=tmp_path, OMP_NUM_THREADS="1", GLIBC_TUNABLES=tunables)
     summary = json.loads((tmp_path / "logs/train/summary.json").read_text())
     estimated = peak_bytes(moments_of(config), CPU) / MB
     assert summary["memory_growth_mb"] == pytest.approx(estimated, rel=0.25)

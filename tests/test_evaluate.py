@@ -21,14 +21,7 @@ import evaluate
 from data.hellaswag import Line, Row, clean, download, read_items, rows_of
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
-from inference.hellaswag import (
-    METRICS,
-    choices,
-    ending_losses,
-    interval,
-    read_questions,
-    score,
-)
+from inference.hellaswag import METRICS, choices, ending_losses, interval, read_questions, score
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError
@@ -233,7 +226,7 @@ def scored_config(tiny_config, tmp_path):
     items = write_items(tmp_path / "few.jsonl", [*map(item, range(5))])
 
     options = {"vocab_size": 50257, "n_layer": 1, "n_embd": 16}
-    options |= {"hellaswag_every": 2, "hellaswag_file": str(items), "checkpoint_every": 2}
+    options |= {"hellaswag_every": 2, "hellaswag_file": str(items), "batch_size": 1}
     return lambda **changes: tiny_config(**options | changes)
 
 
@@ -241,7 +234,7 @@ COLUMNS = ["step", "val_loss", *(f"hellaswag_{metric}" for metric in METRICS)]
 
 
 def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_config, capsys):
-    config = scored_config(max_steps=5, eval_every=3, val_fraction=0.1)
+    config = scored_config(max_steps=5, eval_every=3, val_fraction=0.02)
     summary = train(config, ALONE)
     found = rows(config, "eval.csv")
     assert list(found[0]) == COLUMNS
@@ -256,7 +249,7 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
 
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
-    config = scored_config(hellaswag_file=None)
+    config = scored_config(hellaswag_file=None, max_steps=1)
     with refused(r"/hellaswag/hellaswag_val.jsonl: No such file or directory; .*python"):
         train(config, ALONE)
     assert not Path(config.log_dir, "train").exists()

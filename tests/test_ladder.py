@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +17,6 @@ import pytest
 
 import ladder
 from config import Config
-from measure.interleaved import rounds
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.interleaved.rounds import SideError
@@ -28,7 +28,7 @@ from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
-from tests.conftest import ROOT, TINY, cases, ended, forks, refused, run, wait_for
+from tests.conftest import ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
@@ -46,8 +46,7 @@ def nothing_is_known_of_this_machine(in_tmp_path, monkeypatch):
 @pytest.fixture
 def rungs(corpus, tmp_path):
     """Two configs of a tiny model, `plain.yaml` and `flash.yaml`, in the working directory."""
-    plain = TINY | {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
-    plain |= {"max_steps": 12, "lr": 1e-3, "lr_schedule": "cosine"}
+    plain = TINY | TINY_RUN | {"max_steps": 12, "lr": 1e-3, "lr_schedule": "cosine"}
     (tmp_path / "plain.yaml").write_text(json.dumps(plain))
     (tmp_path / "flash.yaml").write_text("{base: plain.yaml, flash: true}")
 
@@ -171,12 +170,11 @@ def is_running(pid):
 
 
 @pytest.mark.usefixtures("rungs")
-def test_two_ladders_do_not_climb_in_one_folder(tmp_path):
-    with ladder.sole_writer(LADDER):
-        done = run("ladder.py", "plain.yaml", *OFF, cwd=tmp_path, before=forks, status=2)
-    assert done.stderr == (
-        "error: logs/ladder: another process is writing it; wait for it, or choose another name\n"
-    )
+def test_two_ladders_do_not_climb_in_one_folder():
+    """A lock of another thread is another one, as of another process."""
+    said = "^logs/ladder: another process is writing it; wait for it, or choose another name$"
+    with ThreadPoolExecutor() as elsewhere, ladder.sole_writer(LADDER), refused(said):
+        elsewhere.submit(climb, "plain.yaml", *OFF).result()
     assert not LADDER.exists()
 
 
@@ -205,7 +203,7 @@ speedup --report_only --log_dir= => --log_dir: string should have at least 1 cha
 
 
 @pytest.mark.parametrize(("arguments", "message"), cases(MISTAKES))
-def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path, monkeypatch):
+def test_mistakes_are_one_line_before_anything_runs(arguments, message, tmp_path):
     with refused(re.escape(message)) as raised:
         climb(*arguments.replace("ROOT", str(ROOT)).split())
     assert raised.value.status == 2
@@ -366,9 +364,7 @@ def test_a_report_alone_of_an_ablation_has_the_options_of_the_climb(monkeypatch)
 
 
 @pytest.mark.usefixtures("rungs", "forked")
-def test_each_rung_runs_once_and_is_interleaved_once_with_its_base(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
+def test_each_rung_runs_once_and_is_interleaved_once_with_its_base():
     Path("tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
     command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6"]
     assert climb(*command) == 0
@@ -734,7 +730,7 @@ def climbed(monkeypatch, found, *arguments):
     return {stage.name: stage for stage in runs}
 
 
-def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeypatch, capsys):
+def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeypatch):
     for gpus in (1, 2):
         assert "ddp" not in climbed(monkeypatch, {"gpus": gpus}, "speedup")
     asked = climbed(monkeypatch, {}, "speedup", "--nproc_per_node", "2")

@@ -5,13 +5,12 @@ import json
 import pytest
 
 from config import load_config
-from measure.interleaved import rounds
 from measure.ladder import climb as climbing
 from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
 from measure.ladder.record import Record
 from measure.ladder.stages import ablated
 from runtime.runlog import read_rows
-from tests.conftest import TINY, refused
+from tests.conftest import TINY, TINY_RUN, refused
 from tests.test_ladder import (
     climb,
     fake_run,
@@ -24,8 +23,8 @@ from tests.test_ladder import (
 @pytest.fixture
 def configs(corpus, tmp_path):
     """Configs of a tiny model in the working directory: adamw.yaml, muon.yaml, aa.yaml."""
-    adamw = TINY | {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4, "seed": 1}
-    adamw |= {"max_steps": 8, "eval_every": 4, "val_fraction": 0.2, "init": "gpt2"}
+    adamw = TINY | TINY_RUN | {"seed": 1, "init": "gpt2"}
+    adamw |= {"max_steps": 8, "eval_every": 4, "val_fraction": 0.2}
     (tmp_path / "adamw.yaml").write_text(json.dumps(adamw))
     (tmp_path / "muon.yaml").write_text("{base: adamw.yaml, optimizer: muon}")
     (tmp_path / "aa.yaml").write_text("{base: adamw.yaml, seed: 101}")
@@ -119,9 +118,8 @@ def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_
 
 @pytest.mark.usefixtures("configs", "forked")
 def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with_other_seeds(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     (tmp_path / "both.yaml").write_text(
         "{base: adamw.yaml, optimizer: muon, grad_clip: 1.0, flash: true}"
     )

@@ -4,7 +4,6 @@ of its construction.
 
 import dataclasses
 import functools
-import json
 import math
 
 import pytest
@@ -75,7 +74,6 @@ def test_names_logits_loss_and_gradients_equal_transformers_so_gelu_norms_and_tr
 OTHER_FORMS = {
     "shards": r"has no model\.safetensors; .* in Python: transformers\.Auto.*max_shard_size=",
     "pointer": r"model\.safetensors: only a pointer of git-lfs .*: git lfs pull",
-    "n_inner": r"n_inner 100 \(here always 256\)",
     "quantized": "not all are floating-point numbers",
     "a head of its own": r"their lm_head\.weight is not their transformer\.wte",
 }
@@ -85,7 +83,7 @@ OTHER_FORMS = {
 def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_to_do(
     form, pair, tmp_path
 ):
-    path, options = tmp_path / "model.safetensors", tmp_path / "config.json"
+    path = tmp_path / "model.safetensors"
     weights = load_file(path)
     embedding = weights["transformer.wte.weight"]
     if form == "shards":
@@ -93,8 +91,6 @@ def test_weights_in_another_form_are_one_line_that_says_what_they_are_and_what_t
         pair[1].save_pretrained(tmp_path, max_shard_size="100KB")
     if form == "pointer":
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548\n")
-    if form == "n_inner":
-        options.write_text(json.dumps(json.loads(options.read_text()) | {"n_inner": 100}))
     if form == "quantized":
         save_file(weights | {"transformer.wte.weight": (100 * embedding).to(torch.int8)}, path)
     if form == "a head of its own":

@@ -140,9 +140,7 @@ def test_recomputed_chunked_compiled_and_flash_have_the_same_loss_and_gradients(
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_a_run_saves_its_model_which_is_read_and_exported_only_if_it_is_gpt2(
-    flags, tiny_config, tmp_path
-):
+def test_a_run_saves_its_model_which_is_read_and_exported_only_if_it_is_gpt2(flags, tiny_config):
     config = tiny_config(**flags, max_steps=2, lr=1e-2)
     train(config, ALONE)
     again = tiny_config(init_from="train", run_name="again", max_steps=1)

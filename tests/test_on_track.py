@@ -133,32 +133,22 @@ def test_figures_far_above_those_of_128_steps_are_spikes_and_no_others():
     assert seen.slowness(3.3) == ["took 3.30 s, 3.3 times the median of the last steps"]
 
 
-@pytest.fixture
-def spike_at_step(monkeypatch):
-    """A spike is judged by eight steps, and the gradients of one step are a thousand times too
-    large.
-    """
-    monkeypatch.setattr(recent, "WINDOW", 8)
-
-    def plant(at):
-        def act(call, model):
-            if call == at:
-                for p in model.parameters():
-                    p.grad *= 1000
-                return torch.tensor(1000.0)
-            return None
-
-        return at_step(monkeypatch, act)
-
-    return plant
-
-
 def test_a_spike_is_noted_and_its_update_left_out_only_where_that_was_asked_for(
-    go, here, spike_at_step
+    go, here, monkeypatch
 ):
+    """It is judged by eight steps; the gradients of step 12 are a thousand times too large."""
+
+    def spike(call, model):
+        if call != 12:
+            return None
+        for p in model.parameters():
+            p.grad *= 1000
+        return torch.tensor(1000.0)
+
+    monkeypatch.setattr(recent, "WINDOW", 8)
     unchanged = {}
     for skip in (0, 1):
-        end = spike_at_step(12)
+        end = at_step(monkeypatch, spike)
         summary = go(max_steps=13, checkpoint_every=1, keep_last=13, skip_spikes=skip)
         end()
         console = (here / "console.log").read_text()
@@ -193,7 +183,7 @@ def test_a_run_ends_by_the_clock_with_all_that_the_end_of_a_run_has(go, here, ti
     assert [*read_rows(here / "log.csv")] == [1, 5, 10, 12]
     config = tiny_config(**options)
     rates = [learning_rate(step, config, seconds=step - 1) for step in (1, 5, 10, 12)]
-    assert column(tiny_config(), "lr") == rates
+    assert column(here, "lr") == rates
     assert rates[0] == pytest.approx(config.lr)
     assert rates[-1] == pytest.approx(config.final_lr(), rel=0.2)
 

@@ -10,12 +10,7 @@ import torch
 
 from config import Config, load_config
 from model import GPT, GPTConfig
-from optimizer import (
-    Muon,
-    describe_rate_change,
-    learning_rate,
-    make_optimizers,
-)
+from optimizer import Muon, describe_rate_change, learning_rate, make_optimizers
 from runtime.cli import parse
 from tests.conftest import ROOT, cases, run_ranks
 

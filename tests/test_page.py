@@ -95,7 +95,7 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
     assert 0 < left < right < 100
 
 
-def test_reports_without_a_ladder_have_the_view_too(tmp_path, capsys):
+def test_reports_without_a_ladder_have_the_view_too(tmp_path):
     factor = Estimate(0.5, 0.4, 0.6)
     rows = [{"side": "ours", "ours_over": Estimate(1.0)}, {"side": "a peer's", "ours_over": factor}]
     write_report(tmp_path, "Beside peers", PEERS, rows)

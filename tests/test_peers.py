@@ -8,7 +8,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Config
-from measure.interleaved import rounds
 from measure.interleaved.comparison import Comparison
 from measure.peers import __main__ as peers
 from measure.peers import generate
@@ -219,11 +218,9 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked, capsys):
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    less = {"rounds": 6, "peer": (peer(),)}
-    main(options.model_copy(update=less | {"log_dir": str(tmp_path / "logs")}))
+    less = {"rounds": 6, "peer": (peer(),), "log_dir": str(tmp_path / "logs")}
+    main(options.model_copy(update=less))
     assert "note: transformers is not installed" in capsys.readouterr().out
     folder = tmp_path / "logs/peers"
     assert {path.name for path in folder.iterdir()} == {
@@ -268,8 +265,6 @@ GENERATE = """
 def test_generation_is_compared_from_equal_weights_and_not_with_a_peer_of_other_tokens(
     tmp_path, monkeypatch, forked, capsys
 ):
-    monkeypatch.setattr(rounds, "TURN_SECONDS", 0.01)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config, path, output = (tmp_path / name for name in ("tiny.yaml", "model.py", "o.json"))
     config.write_text(
         "n_layer: 2\nn_head: 2\nn_embd: 16\nblock_size: 64\nseq_len: 64\ntie_weights: true\n"

@@ -12,10 +12,10 @@ from measure.ladder import roofline
 from measure.ladder.climb import predict_stages
 from measure.ladder.record import Device, Predictions, Record
 from measure.ladder.roofline import count, fuse, predict
-from tests.conftest import CPU, ROOT, TINY
+from tests.conftest import CPU, ROOT, TINY, TINY_RUN
 from tests.test_ladder import climb, plan
 
-SMALL = TINY | {"seq_len": 32, "batch_size": 4, "n_layer": 1}
+SMALL = TINY | TINY_RUN | {"n_layer": 1}
 FAST = {"float32": 1e9, "bfloat16": 1e9}
 BF16 = {"avx512_bf16": True}
 
@@ -118,7 +118,7 @@ def test_the_precision_medium_is_tf32_on_a_gpu_as_high_is(precision, monkeypatch
 @pytest.fixture
 def rungs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plain.yaml").write_text(json.dumps(SMALL | {"device": "cpu"}))
+    (tmp_path / "plain.yaml").write_text(json.dumps(SMALL))
     (tmp_path / "bf16.yaml").write_text("{base: plain.yaml, bf16: true}")
     monkeypatch.setattr(ladder, "run_stages", lambda *_, **__: None)
     return tmp_path / "logs/ladder"

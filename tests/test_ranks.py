@@ -10,15 +10,7 @@ import pytest
 from runtime.errors import TrainingError
 from runtime.launch import Launch, launch
 from runtime.world import World, joined_world
-from tests.conftest import (
-    CPU,
-    ROOT,
-    flags,
-    log,
-    run_ranks,
-    torchrun,
-    wait_for,
-)
+from tests.conftest import CPU, ROOT, flags, log, run_ranks, torchrun, wait_for
 from tests.test_resume import needs_proc
 
 WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -75,11 +67,9 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
 FAILS = """if True:
     import os, sys, threading, torch
     sys.path.insert(0, {root!r})
-    from runtime import errors
     from runtime.errors import UserError, reported
     from runtime.world import joined_world
 
-    errors.WAIT_FOR_TORCHRUN_S = {patience}
     with reported("here", advice={{"lost rank": "another rank has died"}}):
         with joined_world(torch.device("cpu"), 60) as world:
             if world.rank in {ranks}:
@@ -91,9 +81,9 @@ FAILS = """if True:
 KILLED = "SystemExit(os.kill(os.getpid(), 9))"
 
 
-def failing(ranks, error, patience=0.2):
+def failing(ranks, error):
     """Return code that raises the error on these ranks while the others wait for them."""
-    return FAILS.format(ranks=ranks, error=error, patience=patience, root=str(ROOT))
+    return FAILS.format(ranks=ranks, error=error, root=str(ROOT))
 
 
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
@@ -127,7 +117,7 @@ def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line,
 def test_torchrun_names_the_rank_that_failed_and_others_add_at_most_a_line(
     ranks, error, said, others, tmp_path
 ):
-    (tmp_path / "fails.py").write_text(failing(ranks, error, patience=3.0))
+    (tmp_path / "fails.py").write_text(failing(ranks, error))
     done = torchrun(tmp_path / "fails.py", cwd=tmp_path, status=1)
     lines, cause = done.stderr.partition("Root Cause")[::2]
     lines = re.findall("^error: .*", lines, re.MULTILINE)

@@ -57,10 +57,6 @@ def newest(run):
     return all_checkpoints(folder_of(run))[-1]
 
 
-def evals(run):
-    return (folder_of(run) / "eval.csv").read_text()
-
-
 def checkpoints(run):
     return sorted(path.name for path in (folder_of(run) / "checkpoints").iterdir())
 
@@ -132,7 +128,7 @@ def cut(path, lines, torn=""):
 def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, go, here):
     options = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1, "log_every": 4}
     summary = go(**options)
-    before, evaluated = log(here), evals(here)
+    before = end_of(here)
     shutil.rmtree(here / "checkpoints/best_000006")
     if lost == "summary":  # killed after the last step
         (here / "summary.json").unlink()
@@ -143,8 +139,7 @@ def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, go
     if lost == "evaluations":
         cut(here / "eval.csv", 3)  # steps 0 and 2
     again = go(**options, resume="auto")
-    assert (log(here), evals(here)) == (before, evaluated)
-    assert (here / "checkpoints/best_000006").is_dir()
+    assert end_of(here) == before
     assert json.loads((here / "summary.json").read_text()) == again
     for name in ("steps", "tokens", "final_loss", "val_loss", "interrupted"):
         assert again[name] == summary[name], name

@@ -21,12 +21,7 @@ from config import Config, load_config
 from runtime.cli import ConfigError, parse
 from runtime.runlog import RunFolder
 from tests.conftest import TINY, end_of, flags, refused, reseal, run
-from tests.test_resume import (
-    NO_SPACE,
-    PARTS,
-    checkpoints,
-    newest,
-)
+from tests.test_resume import NO_SPACE, PARTS, checkpoints, newest
 
 
 def limit_file_size():

@@ -21,27 +21,10 @@ from transformers.generation import (
 import inference.sampling
 import sample
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.sampling import (
-    Text,
-    encode,
-    grow,
-    keys_for,
-    pack_weights,
-    probabilities,
-    seeded,
-)
+from inference.sampling import Text, encode, grow, keys_for, pack_weights, probabilities, seeded
 from runtime.cli import parse
 from sample import SampleOptions, Sampler, compile_decoding
-from tests.conftest import (
-    ROOT,
-    ended,
-    grown,
-    refused,
-    run,
-    start,
-    transformers_pair,
-    wait_for,
-)
+from tests.conftest import ROOT, ended, grown, refused, run, start, transformers_pair, wait_for
 
 # the last ones reach the context's end, 32
 PROMPTS = [[5, 6, 7], [1], [*range(20)], [9] * 31, [*range(100, 60, -1)]]

@@ -89,11 +89,6 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(text, "BATCH", 3000)
-
-
 # ---- every token is tiktoken's
 
 
@@ -149,7 +144,8 @@ def test_links_are_followed_once_in_a_cache_of_hugging_face_too_and_told_if_brok
         written("hub")
 
 
-def test_threads_and_batches_change_no_byte(small_batches, monkeypatch):
+def test_threads_and_batches_change_no_byte(monkeypatch):
+    monkeypatch.setattr(text, "BATCH", 3000)
     paths = [write(name, texts(20)) for name in FORMATS]
     Path("b.txt").write_text("a text of words " * 2000)
     written(*paths, "b.txt", folder=Path("one/mine"), workers=1, val_every=3)
@@ -282,8 +278,8 @@ def failing_at(number, monkeypatch):
 
 def test_a_full_disk_keeps_whole_files_and_training_says_how_to_resume(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["data/text.py", "a.txt", "b.txt"])
-    for path, seed in ((A, 60), (B, 61)):
-        write(path, texts(seed))
+    write(A, texts(60))
+    write(B, texts(61))
     written(A, B)
     undisturbed = content(MINE)
     shutil.rmtree(MINE)
@@ -319,8 +315,8 @@ def test_whatever_changes_before_resuming_the_corpus_is_that_of_a_fresh_start(
     case, monkeypatch, capsys
 ):
     harm, kept, options = HARM[case]
-    for path, seed in ((A, 60), (B, 61)):
-        write(path, texts(seed))
+    write(A, texts(60))
+    write(B, texts(61))
     with failing_at(1, monkeypatch), pytest.raises(OSError, match="No space left"):
         written(A, B)
     harm()
@@ -433,6 +429,11 @@ def test_a_corpus_is_one_command_and_the_first_file_gives_its_name(tmp_path):
     done = run_from_nothing(*command, cwd=tmp_path)
     assert "of 110 documents in data/mine, 0 of them for validation" in done.stdout, done.stderr
     assert "--dataset mine" in done.stdout
+
+
+def test_a_corpus_of_a_mistaken_name_is_told_with_the_nearest_and_the_command_that_writes_it():
+    with refused(r"did you mean shakespeare\?; write it with: .*text.py FILE --name shakespear;"):
+        prepare_if_missing(Path("data/shakespear"))
 
 
 def test_training_imports_nothing_that_only_other_runs_need(tmp_path):

@@ -15,16 +15,14 @@ import runtime.track as track
 import train as train_module
 from config import load_config
 from runtime.runlog import LOG_COLUMNS, read_rows
-from tests.conftest import (
-    at_step,
-    refused,
-)
+from tests.conftest import at_step, refused
 
 EVERYTHING = {
     "vocab_size": 50257,
     "n_layer": 1,
     "n_embd": 8,
-    "val_fraction": 0.1,
+    "batch_size": 1,
+    "val_fraction": 0.02,
     "eval_every": 3,
     "sample_every": 4,
     "sample_tokens": 2,
@@ -189,10 +187,10 @@ def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that
     assert "wandb" not in errors
 
 
-def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, here, wandb, monkeypatch, capsys):
+def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, wandb, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(track, "INIT_TIMEOUT", 3)
+    monkeypatch.setattr(track, "INIT_TIMEOUT", 1)
     assert go(wandb=True)["steps"] == 6
     assert "note: wandb failed, the run continues without it (" in capsys.readouterr().out
 

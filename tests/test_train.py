@@ -32,11 +32,7 @@ from inference.validation import validation_loss
 from model import GPT, GPTConfig
 from optimizer import learning_rate
 from runtime.cli import ConfigError, parse
-from runtime.device import (
-    check_attention,
-    check_compiler,
-    slowdown,
-)
+from runtime.device import check_attention, check_compiler, slowdown
 from runtime.errors import TrainingError, UserError
 from runtime.runlog import RunFolder
 from runtime.world import World
@@ -47,6 +43,7 @@ from tests.conftest import (
     CPU,
     at_step,
     fast_precision,
+    folder_of,
     project_files,
     run_ranks,
 )
@@ -58,7 +55,7 @@ def run(config, **options):
 
 
 def rows(config, name="log.csv"):
-    with open(f"{config.log_dir}/{config.run_name}/{name}", newline="") as file:
+    with open(folder_of(config) / name, newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -415,7 +412,8 @@ def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config, he
         "vocab_size": 50257,
         "dropout": 0.1,
         "max_steps": 3,
-        "val_fraction": 0.1,
+        "batch_size": 1,
+        "val_fraction": 0.02,
         "n_layer": 1,
         "n_embd": 8,
         "hellaswag_file": str(here.parent.with_suffix(".jsonl")),
@@ -511,7 +509,7 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
         monkeypatch.setattr(place, name, slow(getattr(place, name)))
     every = {f"{what}_every": 1 for what in ("eval", "sample", "checkpoint")}
     shape = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}
-    config = tiny_config(**shape, val_fraction=0.05, sample_tokens=2, **every)
+    config = tiny_config(**shape, val_fraction=0.01, sample_tokens=2, **every)
     monkeypatch.setattr(runtime.clock, "time", clock)
     summary = run(config)
     assert column(config, "dt_ms") == [10_000, 500, 250, 250, 250, 250]
