@@ -101,8 +101,8 @@ LONG = [f"test_{name}.py" for name in ("fsdp", "machines", "ddp", "text", "resum
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of `-n auto`: half of the time tests wait for processes and for time."""
-    return cores() + 2
+    """Return the workers of `-n auto`: a third of the time tests wait for processes or time."""
+    return cores() + 1
 
 
 def pytest_configure_node(node: Any) -> None:
