@@ -366,7 +366,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             yield (
                 "seq_len",
                 f"seq_len {self.seq_len} is longer than block_size {self.block_size}; lower "
-                "seq_len, or raise block_size, unless trained weights fix it",
+                "seq_len, or, without trained weights, raise block_size",
             )
         if self.n_vocab > self.vocab_size:
             yield (

@@ -128,10 +128,10 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
         if options.hellaswag == "download":
             file = world.on_rank0(lambda: download(config.data_dir))
         items = read_questions(file, world)
-    report = Path(options.json) if options.json and not world.rank else None
-    if report:
-        if report.is_dir():
-            raise UserError(f"--json {report}: is a folder; name a file")
+    report = Path(options.json) if options.json else None
+    if report and world.on_rank0(report.is_dir):
+        raise UserError(f"--json {report}: is a folder; name a file")
+    if report and not world.rank:
         report.parent.mkdir(parents=True, exist_ok=True)
     val = open_validation(options, config, saved, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -141,7 +141,7 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
             scores = score(model, items, config.batch_size * config.block_size, world)
             results["hellaswag"] = {"file": str(file)} | scores
             print_scores(scores)
-    if report:
+    if report and not world.rank:
         write_json(report, results)
     return results
 

@@ -162,9 +162,12 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
     record = Record.load(Path(options.log_dir, name))
     if options.report_only:  # the record has the stages that were climbed
         stages, record.seeds = planned_before(record, of_runs), options.seeds or record.seeds
-        named = {Path(config).stem for config in options.configs}
+        named = {Path(config).stem for config in ladder_of(options.configs)[1]}
         if name == "ladder" and named.isdisjoint(record.stages):
-            raise UserError(f"{record.folder}: has the ladder of {', '.join(record.stages)}")
+            raise UserError(
+                f"{record.folder}: has the ladder of {', '.join(record.stages)}; name these "
+                "configs, or leave --report_only out"
+            )
     else:
         device = measure_device(planned(options, Record(), of_runs, device)[0].config.device)
         stages = planned(options, record, of_runs, device)
@@ -228,7 +231,7 @@ def run(
     runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
     with sole_writer(record.folder):
         now = Record.load(record.folder)  # a climb that has just ended may have saved more
-        record.runs, record.comparisons = now.runs, now.comparisons
+        record.runs, record.comparisons, record.predicted = now.runs, now.comparisons, now.predicted
         to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
         to_compare = [s for s in compared if rounds and is_to_be_compared(s, options.rerun, device)]
         record.save()
@@ -262,7 +265,7 @@ if __name__ == "__main__":
     )
     with reported(
         "the report",
-        interrupted="interrupted; finished stages are kept, the same command, without --rerun, "
+        interrupted="interrupted; finished stages are kept: the same command without --rerun "
         "resumes",
     ):
         main(OPTIONS, OF_RUNS)

@@ -161,7 +161,7 @@ class Muon(torch.optim.Optimizer):
         if self.world_size == 1:
             return directions, None
         everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
-        # PyTorch 2.13 has a new name for it
+        # all_gather_into_tensor is named all_gather_single since PyTorch 2.13
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return everyones, gather(everyones, directions, async_op=True)
 

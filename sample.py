@@ -206,9 +206,10 @@ def main(options: SampleOptions) -> None:
         try:
             # "\r\n" becomes "\n"
             text = Path(options.prompt_file).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
             raise UserError(
-                f"--prompt_file {options.prompt_file}: no UTF-8 text: {in_a_line(error)}"
+                f"--prompt_file {options.prompt_file}: not UTF-8 ({in_a_line(error)}); convert it, "
+                f"such as by iconv -t UTF-8"
             ) from None
         prompts = text.removesuffix("\n").split("\n")
     if options.interactive:

@@ -52,7 +52,9 @@ def verify(folder: Path, *files: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises CheckpointError."""
     with reading(path):
-        return {**json.loads(path.read_text(encoding="utf-8"))}  # TypeError for any other JSON
+        if isinstance(content := json.loads(path.read_text(encoding="utf-8")), dict):
+            return content
+        raise TypeError("no JSON object")
 
 
 def read_tensors(path: Path) -> Tensors:

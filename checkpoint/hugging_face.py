@@ -66,9 +66,11 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     required = dict[str, Any](REQUIRED)
     if theirs.get("n_inner") is not None:
         required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
-    activation = theirs.get("activation_function", "gelu_new")
+    activation = str(theirs.get("activation_function", "gelu_new"))
     if activation not in ACTIVATIONS:
-        required["activation_function"] = "gelu_new"
+        raise CheckpointError(
+            f"{folder}: activation_function {activation!r} is not one of {', '.join(ACTIVATIONS)}"
+        )
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
         for name, value in required.items()

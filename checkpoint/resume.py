@@ -18,9 +18,10 @@ from runtime.world import World
 
 def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
-    # With a log, but no summary, the run has still to write its summary.
-    has_summary = (run.path / "summary.json").exists() or not (run.path / "log.csv").exists()
-    is_over = world.broadcast(has_summary) and config.is_over(saved.step, saved.seconds)
+    # A log without a summary: the run was killed before it wrote one. No log: only checkpoints were
+    # copied.
+    is_complete = (run.path / "summary.json").exists() or not (run.path / "log.csv").exists()
+    is_over = world.broadcast(is_complete) and config.is_over(saved.step, saved.seconds)
     if is_over:
         limit = "max_minutes" if config.max_minutes else "max_steps"
         run.message(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")

@@ -70,7 +70,7 @@ def reported(
             raise
         _end("".join(traceback.format_exception(error)).rstrip("\n"), 1)
     finally:
-        # Else Python complains at its end if the reader is gone or a disk is full.
+        # Otherwise Python prints an error as it exits if the reader is gone or a disk is full.
         if sys.stdout and not sys.stdout.closed:
             try:
                 sys.stdout.flush()

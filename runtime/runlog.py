@@ -35,7 +35,7 @@ Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is
 ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's tokens/s
 
 
-# Steps from 1, loss in nats per token, the gradient's norm before clipping
+# step counts from 1; loss is in nats per token; norm is the gradient norm before clipping
 LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
 EVAL_COLUMNS = ("step", "val_loss")  # then one for each HellaSwag score of the run
 COLUMNS = {"log.csv": LOG_COLUMNS, "eval.csv": EVAL_COLUMNS, "metrics.csv": ("step",)}

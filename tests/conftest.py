@@ -89,8 +89,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A tiny model gains nothing from more, and loses much if another program takes a core.
 torch.set_num_threads(1)
 
-# Every run asks git, which takes as long as two of its steps, and ends with a measurement that
-# takes longer than all, as check.py does. In a run of test_cli.py both are real.
+# Every run asks git for its commit, as long as two steps, and then measures the matmul rate, longer
+# than all its steps; check.py measures it too. One run in test_cli.py does both for real.
 summary.git_commit = functools.cache(summary.git_commit)
 summary.matmul_tflops = estimate.matmul_tflops = lambda *_, **__: 1.0
 
@@ -501,7 +501,7 @@ def torchrun(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.Com
 
 
 def impatient() -> None:
-    """Let this process, which no torchrun will end, not wait for that when it fails."""
+    """Do not wait for torchrun if this process fails: no torchrun started it."""
     errors.WAIT_FOR_TORCHRUN_S = 0
 
 

@@ -18,6 +18,7 @@ from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
 from measure.interleaved.rounds import Side, interleave
 from runtime.cli import parse
 from runtime.errors import TrainingError
+from runtime.report import Estimate
 from runtime.runlog import read_rows
 from tests.conftest import ALONE, CPU, ROOT, forks, refused, run
 from train import setup, train
@@ -80,6 +81,12 @@ def test_an_interval_holds_the_true_ratio_19_times_in_20_however_times_are_distr
         assert found.width >= max(factor.width for factor in factors) * 0.999
         held += found.ends[0] <= math.prod(medians) <= found.ends[1]
     assert 0.94 < held / 1000 < 0.99  # of one ratio 95.9% by the table
+
+
+def test_a_product_has_an_interval_only_if_each_factor_has_one_or_is_exactly_1():
+    known = Estimate(2.0, 1.9, 2.1)
+    assert product([known, Estimate(3.0)]) == Estimate(6.0)
+    assert product([Estimate(1.0), known]).low == pytest.approx(1.9)
 
 
 def test_a_mean_of_one_seed_has_no_interval_and_one_of_many_a_wider_one():

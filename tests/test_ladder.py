@@ -171,11 +171,35 @@ def is_running(pid):
 
 @pytest.mark.usefixtures("rungs")
 def test_two_ladders_do_not_climb_in_one_folder():
-    """A lock of another thread is another one, as of another process."""
+    """Another thread is refused the lock, as another process would be."""
     said = "^logs/ladder: another process is writing it; wait for it, or choose another name$"
     with ThreadPoolExecutor() as elsewhere, ladder.sole_writer(LADDER), refused(said):
         elsewhere.submit(climb, "plain.yaml", *OFF).result()
     assert not LADDER.exists()
+
+
+@pytest.mark.usefixtures("rungs")
+def test_a_climb_keeps_what_another_saved_just_before_it_and_a_damaged_record_is_one_line(
+    monkeypatch, capsys
+):
+    assert climb("plain.yaml", *OFF) == 0
+    path, real = LADDER / "ladder.json", ladder.sole_writer
+    found = path.read_text()
+    path.unlink()
+
+    def after_another(folder):
+        path.write_text(found)
+        return real(folder)
+
+    monkeypatch.setattr(ladder, "sole_writer", after_another)
+    capsys.readouterr()
+    assert climb("plain.yaml", *OFF) == 0
+    assert "== 1 of 1" not in capsys.readouterr().out
+    with refused("logs/ladder: has the ladder of plain; name these"):
+        climb("flash.yaml", "--report_only")
+    path.write_text("{")
+    with refused("ladder.json: damaged"):
+        climb("plain.yaml", "--report_only")
 
 
 MISTAKES = """

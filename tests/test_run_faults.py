@@ -276,16 +276,14 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_to_one_of_several_ranks_before_the_first_step_ends_all_together(
-    monkeypatch, capfd
+def test_a_rank_ends_before_its_first_step_if_another_was_asked_during_the_evaluation(
+    tiny_config, here, monkeypatch
 ):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with StopRequest() as stop:
-        signal.raise_signal(signal.SIGTERM)  # this rank continues: the others wait for it
-        stop.end_early(0)
-        with pytest.raises(Stopped):
-            stop.end_early(1)
-    assert capfd.readouterr().err == TOGETHER
+    asked = iter([False, True])
+    monkeypatch.setattr(World, "any", lambda *_: next(asked))
+    with pytest.raises(Stopped):
+        train(tiny_config(), ALONE)
+    assert not here.exists()
 
 
 # ---- compilers and other processes

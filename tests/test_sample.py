@@ -197,7 +197,7 @@ def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_fold
         assert together.out == "\n---\n".join(texts) + "\n"
         assert together.err.endswith(" tokens/s\n")
     (run_folder / "prompts.txt").write_bytes(b"na\xefve")
-    with refused("--prompt_file prompts.txt: no UTF-8 text: .*byte 0xef"):
+    with refused("--prompt_file prompts.txt: not UTF-8 .*byte 0xef"):
         printed(*words)
 
 

@@ -33,7 +33,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def product(factors: Sequence[Estimate]) -> Estimate:
-    """Multiply ratios; the product has an interval if all have one but those of 1, which are exact.
+    """Multiply ratios; the product has an interval if each has one (exactly 1 needs none).
 
     Ratios that share a side's rounds are treated as independent too. The logarithms' distances from
     the value to each end add up as independent errors do: the root of the sum of their squares.

@@ -51,8 +51,8 @@ FIGURES = [
     Figure(
         "over_first",
         "x first",
-        meaning="tokens/s over those of the first stage: in brackets the product of interleaved "
-        "factors, else the ratio of the two runs",
+        meaning="tokens/s over those of the first stage: with an interval, the product of "
+        "interleaved factors; without one, the ratio of the two runs",
         over="first",
     ),
     Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),

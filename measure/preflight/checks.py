@@ -223,9 +223,9 @@ def checksums(state: State, config: Config, world: World, folder: Path) -> list[
 
 
 def overfits(run: Run) -> Finding:
-    """Repeat one micro-batch at the full learning rate, from the first weights; its loss must fall.
+    """Repeat one micro-batch at the full learning rate, from initial weights; its loss must fall.
 
-    The loss scaler of fp16 goes on from the run's, so that no step overflows.
+    fp16's loss scaler starts in the run's state, so that no step overflows.
     """
     config = run.config.with_options(
         lr=max(run.config.lr, OVERFIT_LR),
