@@ -26,6 +26,7 @@ from tests.test_resume import Bomb
 from train import train
 
 GPT2_VOCAB = {"vocab_size": 50304, "n_embd": 16, "tie_weights": True}  # padded, as the ladder's
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}  # in transformers
 
 
 def exported(config, name="out", source=None):
@@ -88,8 +89,7 @@ def same_logits(folder, ours):
 def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding_with_a_note(
     rows, tiny_config, tmp_path
 ):
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": rows}
-    ours, theirs = transformers_pair(tmp_path / "theirs", **sizes)
+    ours, theirs = transformers_pair(tmp_path / "theirs", **SIZES, vocab_size=rows)
     n_vocab = 50257 if rows == 50304 else rows
     noted = "theirs: rows above GPT-2's 50257 tokens are taken for padding"
     idx = torch.tensor([[5, 50256, n_vocab - 1]])
@@ -120,8 +120,7 @@ def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding
     ],
 )
 def test_a_folder_whose_options_are_not_its_weights_is_refused(changed, said, tmp_path):
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
-    transformers_pair(tmp_path, **sizes)
+    transformers_pair(tmp_path, **SIZES)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with refused(said):
