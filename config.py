@@ -422,7 +422,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             major, minor, *_ = version("torch").split(".")
             if (int(major), int(minor)) < (2, 12):
                 mode = "default"
-        return self.model_copy(update={"recompute_cheap": cheap, "compile_mode": mode})
+        return self.with_options(recompute_cheap=cheap, compile_mode=mode)
 
     @property
     def has_graphs(self) -> bool:
@@ -558,7 +558,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """Return all options as a YAML file, with which `--config` repeats the run."""
         return (
             "# All options of one run. Repeat it with: python train.py --config <this file>\n\n"
-            + to_yaml(self.model_copy(update={"resume": None}))  # repeating does not resume
+            + to_yaml(self.with_options(resume=None))  # repeating does not resume
         )
 
 

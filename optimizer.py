@@ -265,7 +265,7 @@ def describe_rate_change(
 
     `saved`: its options until then. `seconds`: time since the run's first step.
     """
-    before = config.model_copy(update=dict(saved))
+    before = config.with_options(**saved)
     after = min(step + 1, before.last_step or step + 1)
     old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
     if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):

@@ -95,7 +95,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         # There is nothing to resume, so the options have to be valid for a new run.
         config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
     if config.fsdp and not world.distributed:
-        config = config.model_copy(update={"fsdp": False})
+        config = config.with_options(fsdp=False)
         notes.append("fsdp has no effect: there is one rank")
     return saved, config, notes
 
@@ -185,7 +185,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         error.add_note(f"other options come from {saved.folder}; a step keeps its {tokens} tokens")
         raise
     if not theirs.get("total_batch_tokens") and resumed.accumulation_steps(world_size) == 1:
-        resumed = resumed.model_copy(update={"total_batch_tokens": None})
+        resumed = resumed.with_options(total_batch_tokens=None)
     may_differ, now = Config.names_marked(INITIAL, PATH), resumed.model_dump(mode="json")
     changed = [
         f"{name} {value} -> {now[name]}"

@@ -229,13 +229,15 @@ class State:
 
 def take_random_state(device: torch.device) -> dict[str, Any]:
     """Return the random states of this process; PyTorch's are bytes in base64, for JSON."""
-    is_cpu, on_device = device.type == "cpu", torch.get_device_module(device)
+    of_device = None
+    if device.type != "cpu":
+        of_device = _encode(torch.get_device_module(device).get_rng_state())
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch_cpu": _encode(torch.get_rng_state()),
         "device": device.type,
-        "torch_device": None if is_cpu else _encode(on_device.get_rng_state()),
+        "torch_device": of_device,
     }
 
 

@@ -184,9 +184,11 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
         # and padding; any other number of rows includes added tokens.
         n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
         config = replace(config, real_vocab_size=n_vocab)
-    sizes = {"wte": config.vocab_size, "wpe": config.block_size}
+    sizes = {
+        "transformer.wte.weight": config.vocab_size,
+        "transformer.wpe.weight": config.block_size,
+    }
     for name, rows in sizes.items():
-        name = f"transformer.{name}.weight"
         if name in tensors and tensors[name].shape[:1] != (rows,):
             shape = tuple(tensors[name].shape)
             raise CheckpointError(f"{path}: its {name} is {shape}, but its options say {rows} rows")

@@ -164,8 +164,7 @@ def rows_of(groups: Sequence[Comparison]) -> list[Row]:
             "ours_over": group and group.ratio(0, 1),
             "memory_ratio": group and ours.peak_memory_mb / side.peak_memory_mb,
         }
-        for group in (None, *groups)
-        for side in [group.sides[1] if group else ours]
+        for side, group in [(ours, None), *((group.sides[1], group) for group in groups)]
     ]
 
 
