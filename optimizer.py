@@ -204,7 +204,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def has_bf16_matmuls(device: torch.device) -> bool:
-    """True if the device has instructions for bf16 matmuls, which are then faster than in fp32."""
+    """True if the device has instructions for bf16 matmuls, mostly faster than in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and CPU_HAS_BF16

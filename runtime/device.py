@@ -167,7 +167,7 @@ def usable_precision(device: torch.device, wanted: str) -> str:
 
     `high` is TF32 on NVIDIA GPUs since Ampere. `medium` is the same there. On a CPU with bf16
     instructions it lets oneDNN take over from MKL: with AMX it rounds the inputs to bf16; without,
-    it stays in fp32, and is still faster on AMD's CPUs.
+    it stays in fp32, which is faster on AMD's CPUs, slower on Intel's (docs/results.md).
     """
     has_less = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu" and wanted == "medium":
@@ -200,7 +200,7 @@ def check_precision(
         if (factor := slowdown(device, dtype)) > NOTED_SLOWDOWN:
             notes.append(
                 f"{name} is slow here: a matmul takes {factor:.1f} times as long as in fp32, "
-                f"because this processor has no instructions for it; --no-{name} is faster"
+                f"because this processor has no fast instructions for it; --no-{name} is faster"
             )
     return notes
 
@@ -382,8 +382,9 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
 def slowdown(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
     """Measure how many times as long a small matmul takes in a dtype as in fp32.
 
-    The result is below 1 if the dtype is faster. A CPU without instructions for bf16 emulates it.
-    Takes 0.1 seconds, or as long as three matmuls of each dtype if they take longer.
+    The result is below 1 if the dtype is faster. A CPU without instructions for bf16 emulates it;
+    Intel's avx512_bf16 has half the rate of fp32. Takes 0.1 seconds, or as long as three matmuls of
+    each dtype if they take longer.
     """
     # Alternating and on one thread, so that other programs slow both alike.
     threads = torch.get_num_threads()

@@ -145,7 +145,7 @@ def project_files(*patterns: str) -> list[Path]:
 
 @functools.cache
 def fast_precision() -> dict[str, bool]:
-    """Options that switch bfloat16 off if it is emulated, for tests of something else."""
+    """Options that switch bfloat16 off where it is slow, for tests of something else."""
     return {} if slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
 
 

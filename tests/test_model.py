@@ -395,11 +395,6 @@ def test_the_chunked_loss_is_that_of_the_whole_without_gradients_too(tiny_model)
     close(*losses)
 
 
-def test_an_empty_prompt_is_an_error(tiny_model):
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        grown(tiny_model(), [[]], 5)
-
-
 # ---- generating
 
 

@@ -42,8 +42,8 @@ class Device(BaseModel, frozen=True):
     gigabytes_per_s: float | None = Field(default=None, gt=0)  # read and written by a copy
     launch_us: float | None = None  # time of the smallest operation
     bf16: bool = True
-    slow_bf16: bool = False  # a CPU without instructions for it, which emulates bf16
-    medium: bool = False  # a CPU on which matmul_precision `medium` is faster
+    slow_bf16: bool = False  # a CPU whose bf16 is slower than fp32
+    medium: bool = False  # a CPU on which matmul_precision `medium` has an effect
 
     def step_seconds(self, config: Config) -> float:
         """Estimate the seconds of a step of one rank, from the rate of a large matmul."""

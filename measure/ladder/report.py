@@ -25,6 +25,7 @@ from measure.ladder.stages import (
 )
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
+from runtime.cli import read_yaml_mapping
 from runtime.errors import UserError
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
@@ -206,10 +207,14 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
-    cards, panels = list[Card](), dict[str, dict[str, Curve]]()
+    cards, panels, instead = list[Card](), dict[str, dict[str, Curve]](), list[str]()
     curves, published = [], []  # for the page
     for stage, run in done:
         card = card_of(stage.name, stage.file, (stage.base or stage).file)
+        if precision := in_place_of_bf16(stage):
+            instead.append(f"{stage.name} {precision}")
+            if "bf16" in read_yaml_mapping(stage.file):  # its own option, not its base's
+                card = card._replace(title=f"{card.title}, in {precision} here")
         cards.append(card)
         measured, times = curve(run.log), curve(run.log, "dt_ms")
         curves.append(curve_of(card.title, measured, stage.tokens_per_step, times))
@@ -229,7 +234,8 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         rows=rows_of(stages),
         about=[
             *described(done),
-            *filter(None, [options and f"All runs with {options}", in_place_of_bf16(stages)]),
+            *([f"All runs with {options}"] if options else []),
+            *([f"In place of bf16: {', '.join(instead)}."] if instead else []),
         ],
         pictures={"loss.png": "loss curves, measured over published"} if panels else {},
         bars="speed.png",

@@ -217,7 +217,7 @@ def plan(
 
 
 def can_gain(stage: Stage, device: Device) -> bool:
-    """False if a stage only adds a precision that the device does not have, or only emulates."""
+    """False if a stage only adds a precision that the device lacks or is slow in."""
     added = read_yaml_mapping(stage.file)
     added.pop("base", None)
     if added == {"matmul_precision": "medium"}:
@@ -271,7 +271,7 @@ def instead_of_bf16(config: Config, device: Device) -> list[str]:
     """Return the options that replace a config's bf16 on a device without it.
 
     On a GPU before Ampere that is fp16 with the loss scaler, or fp32 if the optimizer excludes
-    fp16; on a CPU that emulates bf16, fp32.
+    fp16; on a CPU that is slow in bf16, fp32.
     """
     if not config.bf16 or (device.bf16 and not device.slow_bf16):
         return []
@@ -279,14 +279,11 @@ def instead_of_bf16(config: Config, device: Device) -> list[str]:
     return ["--no-bf16"] if is_excluded else ["--no-bf16", "--fp16"]
 
 
-def in_place_of_bf16(stages: Sequence[Stage]) -> str:
-    """List the stages whose precision is not the one in their config; empty if there are none."""
-    instead = ", ".join(
-        f"{stage.name} {'fp16' if stage.config.fp16 else 'fp32'}"
-        for stage in stages
-        if read_yaml(stage.file)[0].get("bf16") == "true" and not stage.config.bf16
-    )
-    return instead and f"In place of bf16: {instead}."
+def in_place_of_bf16(stage: Stage) -> str:
+    """Return the precision of a stage whose config file wants bf16; empty if it has bf16."""
+    if stage.config.bf16 or read_yaml(stage.file)[0].get("bf16") != "true":
+        return ""
+    return "fp16" if stage.config.fp16 else "fp32"
 
 
 def _same_training(a: Config, b: Config) -> bool:
