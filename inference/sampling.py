@@ -185,14 +185,16 @@ def grow(
     decode: Callable[..., Tensor] | None = None,
     **settings: Any,
 ) -> Iterator[None]:
-    """Continue texts of one token or more; each iteration adds a token to each unfinished text.
+    """Continue texts of any lengths together; each iteration adds a token to each unfinished text.
 
     Up to rounding, a text's logits are the same alone and in a batch. `settings` go to
     `probabilities`. The model has to be in evaluation mode; past block_size tokens it reads the
     last block_size. `agree` gets each drawn token and returns the one to use. `decode`: a compiled
-    `next_logits`, for one token of each text, always in the same shapes. Raises UserError if logits
-    are not finite.
+    `next_logits`, for one token of each text, always in the same shapes. Raises ValueError for a
+    text without tokens, UserError if logits are not finite.
     """
+    if not all(text.tokens for text in texts):
+        raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
     context, device = model.config.block_size, model.lm_head.weight.device
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
     cache = make_cache(model, len(texts), context if decode else min(context, longest))

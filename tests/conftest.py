@@ -54,6 +54,7 @@ TINY_RUN: dict[str, Any] = {"dataset": "tiny", "device": "cpu", "seq_len": 32, "
 # Compiling takes most of a test's time. Tests of --compile share this model and its batches: one of
 # them waits for the C++ compiler, the others find its work in PyTorch's cache.
 COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
+WITH_TEXT: dict[str, Any] = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}  # GPT-2's tokens
 
 # All flags of newer recipes that make another model than GPT-2.
 MODERN: dict[str, Any] = {

@@ -25,7 +25,7 @@ from inference.hellaswag import METRICS, choices, ending_losses, interval, read_
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError
-from tests.conftest import ALONE, cases, refused, run_ranks, tokens_in, transformers_pair
+from tests.conftest import ALONE, WITH_TEXT, cases, refused, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
 
@@ -225,8 +225,7 @@ def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monke
 def scored_config(tiny_config, tmp_path):
     items = write_items(tmp_path / "few.jsonl", [*map(item, range(5))])
 
-    options = {"vocab_size": 50257, "n_layer": 1, "n_embd": 16}
-    options |= {"hellaswag_every": 2, "hellaswag_file": str(items), "batch_size": 1}
+    options = WITH_TEXT | {"hellaswag_every": 2, "hellaswag_file": str(items), "batch_size": 1}
     return lambda **changes: tiny_config(**options | changes)
 
 
@@ -318,7 +317,7 @@ def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, t
 
 
 def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, capsys):
-    config = tiny_config(val_fraction=0.2, vocab_size=50257, n_layer=1, max_steps=1)
+    config = tiny_config(**WITH_TEXT, val_fraction=0.2, max_steps=1)
     train(config, ALONE)
     evaluate_run = functools.partial(evaluated, run="train", log_dir=config.log_dir)
     (path,) = (corpus / "tiny").glob("*.bin")

@@ -32,7 +32,19 @@ from runtime.launch import Launch
 from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
-from tests.conftest import ALONE, CPU, ROOT, TINY, at_step, end_of, flags, folder_of, log, run
+from tests.conftest import (
+    ALONE,
+    CPU,
+    ROOT,
+    TINY,
+    WITH_TEXT,
+    at_step,
+    end_of,
+    flags,
+    folder_of,
+    log,
+    run,
+)
 from tests.test_resume import checkpoints, needs_dev_full, newest
 from train import train
 
@@ -81,10 +93,7 @@ def to_go_on(folder):
 
 # ---- a fault in the middle of a run
 
-EVALUATES = {
-    "vocab_size": 50257,
-    "n_layer": 1,
-    "n_embd": 8,
+EVALUATES = WITH_TEXT | {
     "batch_size": 1,
     "dropout": 0.2,
     "eval_every": 3,

@@ -15,12 +15,9 @@ import runtime.track as track
 import train as train_module
 from config import load_config
 from runtime.runlog import LOG_COLUMNS, read_rows
-from tests.conftest import at_step, refused
+from tests.conftest import WITH_TEXT, at_step, refused
 
-EVERYTHING = {
-    "vocab_size": 50257,
-    "n_layer": 1,
-    "n_embd": 8,
+EVERYTHING = WITH_TEXT | {
     "batch_size": 1,
     "val_fraction": 0.02,
     "eval_every": 3,

@@ -41,6 +41,7 @@ from tests.conftest import (
     ALONE,
     COMPILED,
     CPU,
+    WITH_TEXT,
     at_step,
     fast_precision,
     folder_of,
@@ -403,12 +404,8 @@ def test_a_run_has_files_of_a_fixed_form_and_says_what_runs_before_its_first_ste
     assert 0 < summary["utilization"] < 1
 
 
-WITH_TEXT = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}  # a model of GPT-2's tokens
-
-
 def test_evaluating_sampling_and_saving_do_not_change_the_losses(tiny_config, here):
-    plain = {
-        **WITH_TEXT,
+    plain = WITH_TEXT | {
         "dropout": 0.1,
         "max_steps": 3,
         "batch_size": 1,
