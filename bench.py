@@ -46,6 +46,8 @@ class WhatOptions(Options):
     """timed passes"""
 
 
+# Options of the corpus. Passes of one model are on random tokens.
+DATA = ("dataset", "data_dir", "shuffle", "overfit_batch", "val_fraction")
 # Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
 USES = {
     "": ("size", "computation", "warmup_steps", "steps", "compare"),
@@ -53,7 +55,7 @@ USES = {
     "trace": ("size",),
     "memory": ("size",),
     "scan": ("size", "steps"),
-    "scaling": ("rounds", "total_batch_tokens"),
+    "scaling": ("rounds", "total_batch_tokens", *DATA),
 }
 INSPECT = ("breakdown", "trace", "memory")
 OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
@@ -131,9 +133,8 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
         return [(Path(options.config).stem, load_config(options.config, **values))]
     if "seq_len" in values:
         values = {"block_size": values["seq_len"]} | values
-    precisions = [values["bf16"]] if "bf16" in values else [False, True]
-    if values.get("fp16"):
-        precisions = [False]
+    is_chosen = {"bf16", "fp16"} & values.keys()
+    precisions = [values.get("bf16", False)] if is_chosen else [False, True]
     return [
         (size, load_config(f"timeit/{size}", **(values | {"bf16": bf16})))
         for size in options.size

@@ -225,9 +225,8 @@ def open_validation(
             raise
         print(f"note: no validation loss: {error}")
         return None
-    split = {"dataset": config.dataset, "val_fraction": config.val_fraction}
-    if saved and split.items() <= saved.config.items() and of_training != saved.corpus:
-        print(f"note: {folder} is not the corpus that the run trained on: its tokens differ")
+    if saved and saved.config["dataset"] == config.dataset and saved.corpus != of_training:
+        print(f"note: the run trained on other tokens of {folder}, perhaps on this split's too")
     return val
 
 

@@ -136,10 +136,11 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
 
 def portable_config(values: dict[str, Any]) -> Config:
     """Return a run's options without the paths of this machine."""
-    of_this_machine = (*Config.names_marked(PATH), "log_dir", "resume")
-    kept = {name: value for name, value in values.items() if name not in of_this_machine}
+    # without the options of a newer version of this code, which `Weights.notes` names
+    kept = Config.model_fields.keys() - {*Config.names_marked(PATH), "log_dir", "resume"}
+    values = {name: value for name, value in values.items() if name in kept}
     names = {"init_from": public_name(values["init_from"]), "dataset": Path(values["dataset"]).name}
-    return load(Config, kept | names)
+    return load(Config, values | names)
 
 
 def public_name(source: str) -> str:

@@ -16,7 +16,6 @@ python ladder.py --plot logs/a logs/b                 loss curves of any runs in
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -79,7 +78,7 @@ class LadderOptions(Options):
     rerun: bool = False
     """run finished stages again"""
     report_only: bool = False
-    """rebuild the report from the finished runs, on any machine; options after -- are not needed"""
+    """rebuild the last climb's report from the finished runs, on any machine"""
     ablate: bool = False
     """compare each optimization of the given config: switched on first, and switched on last; with
     --seeds only last, and aa is the config itself with other seeds
@@ -94,9 +93,10 @@ def check(options: LadderOptions) -> None:
     """Raise UserError for options that contradict each other."""
     if not options.configs:
         raise UserError("name a series such as speedup, a folder of configs, or config files")
+    of_climbs = ("ablate", "stages", "nproc_per_node", "seeds", "rounds", "rerun", "report_only")
     without_effect = {
-        "across": ("plot", "ablate", "stages", "nproc_per_node", "seeds"),
-        "plot": ("ablate", "stages", "nproc_per_node", "seeds"),
+        "across": ("plot", *of_climbs),
+        "plot": ("log_dir", *of_climbs),
         "ablate": ("quick", "nproc_per_node"),
         "quick": ("nproc_per_node", "seeds"),
     }
@@ -161,7 +161,9 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
     name, device = name_of(options), Device()
     record = Record.load(Path(options.log_dir, name))
     if options.report_only:  # the record has the stages that were climbed
-        stages, record.seeds = planned_before(record, of_runs), options.seeds or record.seeds
+        if of_runs:
+            raise UserError("--report_only: leave the options after -- out; the record has them")
+        stages, record.seeds = planned_before(record), options.seeds or record.seeds
         named = {Path(config).stem for config in ladder_of(options.configs)[1]}
         if name == "ladder" and named.isdisjoint(record.stages):
             raise UserError(
@@ -181,17 +183,12 @@ def climb(options: LadderOptions, of_runs: list[str]) -> None:
             raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
         rungs = {name: rungs[name] for name in chosen([*rungs], options.stages)}
         compared = [*chain(*rungs.values())]
-        # each config once, without a base: its rungs, in `compared`, have one each
-        sides = {
-            side.name: replace(side, base=None)
-            for rung in compared
-            for side in (rung.base, rung)
-            if side
-        }
-        stages = [*sides.values()] if record.seeds else []  # speeds are compared without runs
+        # all, and all but each; speeds are compared without runs
+        stages = [stages[0], *(rung.base for rung in compared if rung.base)] if record.seeds else []
     else:
         names = chosen([stage.name for stage in stages], options.stages)
         stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])
+        record.stages = {stage.name: stage.planned for stage in stages}
         compared = stages
     if record.seeds:
         for stage in stages:
@@ -235,7 +232,8 @@ def run(
         to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
         to_compare = [s for s in compared if rounds and is_to_be_compared(s, options.rerun, device)]
         record.save()
-        announce(to_run, to_compare, rounds, device)
+        if to_run or to_compare:
+            announce(to_run, to_compare, rounds, device)
         if not options.ablate:
             predict_stages(compared, device)
         run_stages(record, to_run, device)

@@ -266,9 +266,8 @@ def describe_rate_change(
     `saved`: its options until then. `seconds`: time since the run's first step.
     """
     before = config.with_options(**saved)
-    after = min(step + 1, before.last_step or step + 1)
     old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
-    if math.isclose(new, learning_rate(after, before, seconds), rel_tol=0.01):
+    if math.isclose(new, learning_rate(step + 1, before, seconds), rel_tol=0.01):
         return []
     line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
     if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):

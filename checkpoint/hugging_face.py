@@ -33,8 +33,7 @@ OPTIONS = {
     "tie_word_embeddings": "tie_weights",
     "resid_pdrop": "dropout",
 }
-# Options that our model does not have, each with the only value that it could have. (n_inner, the
-# MLP's width, has to be 4 n_embd.)
+# Options that our model does not have, each with the only value that it could have
 REQUIRED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -63,9 +62,6 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
     Raises CheckpointError, also for a model that differs from GPT-2.
     """
     theirs = read_json(folder / CONFIG)
-    required = dict[str, Any](REQUIRED)
-    if theirs.get("n_inner") is not None:
-        required["n_inner"] = 4 * theirs.get("n_embd", GPTConfig.n_embd)
     activation = str(theirs.get("activation_function", "gelu_new"))
     if activation not in ACTIVATIONS:
         raise CheckpointError(
@@ -73,7 +69,7 @@ def read_hugging_face(folder: Path) -> tuple[dict[str, Any], Tensors]:
         )
     if wrong := [
         f"{name} {theirs[name]!r} (here always {value!r})"
-        for name, value in required.items()
+        for name, value in REQUIRED.items()
         if theirs.get(name, value) != value
     ]:
         raise CheckpointError(
@@ -129,20 +125,16 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
             f"the model has {', '.join(wrong)}, which GPT-2 in transformers cannot have"
         )
     end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
-    activation = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
     options = {
         **REQUIRED,
         "architectures": ["GPT2LMHeadModel"],
         "dtype": "float32",
-        "activation_function": activation,
-        "n_inner": None,
+        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
         "n_ctx": config.block_size,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
-        "initializer_range": 0.02,
-        "use_cache": True,
     }
     options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
     options["vocab_size"] = config.n_vocab  # without the padding rows

@@ -26,7 +26,6 @@ from checkpoint.files import (
 from config import Config
 from model import GPT
 from runtime.clock import mark_time, seconds_between
-from runtime.errors import UserError
 from runtime.recent import NO_LIMITS, Recent
 
 # attributes of State that checkpoint.json has under the same names
@@ -287,12 +286,7 @@ class SavedState(BaseModel):
 
 
 def read_state(folder: Path, *files: str) -> SavedState:
-    """Read checkpoint.json, after `verify`. Raises CheckpointError, UserError for an old format."""
-    if (folder / "model").is_dir():
-        raise UserError(
-            f"{folder}: written by --fsdp of an earlier version, in shards; git checkout f719225 "
-            f"reads it: resume it there with one process or DDP, whose next checkpoint fits here"
-        )
+    """Read checkpoint.json, after `verify`. Raises CheckpointError."""
     verify(folder, *files)
     with reading(folder / STATE):
         return SavedState(**read_json(folder / STATE) | {"folder": folder})

@@ -98,5 +98,5 @@ def main(options: FinewebOptions) -> None:
 
 if __name__ == "__main__":
     OPTIONS = start(FinewebOptions)
-    with reported(status=1, interrupted=f"interrupted; {text.RESUME_HINT}"):
+    with reported(interrupted=f"interrupted; {text.RESUME_HINT}"):
         main(OPTIONS)

@@ -144,6 +144,6 @@ def rows_of(item: Line, block_size: int) -> list[Row]:
 
 if __name__ == "__main__":
     OPTIONS = start(HellaswagOptions)
-    with reported(status=1):
+    with reported():
         PATH = download(OPTIONS.data_dir)
         print(f"{len(read_items(PATH)):,} items in {PATH}")

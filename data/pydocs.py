@@ -78,5 +78,5 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     FOLDER = Path(start(PydocsOptions).data_dir) / "pydocs"
-    with reported(status=1):
+    with reported():
         print(f"{prepare(FOLDER):,} tokens in {FOLDER}")

@@ -48,5 +48,5 @@ def prepare(folder: Path, source: str | Path | None = None) -> int:
 if __name__ == "__main__":
     OPTIONS = start(ShakespeareOptions)
     FOLDER = Path(OPTIONS.data_dir) / "shakespeare"
-    with reported(status=1):
+    with reported():
         print(f"{prepare(FOLDER, OPTIONS.source):,} tokens in {FOLDER}")

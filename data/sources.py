@@ -268,7 +268,7 @@ def _read_tokens(path: Path) -> Iterator[Piece]:
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype}, not integers")
     else:
-        has_header = np.fromfile(path, "<i4", 1).tolist() == [MAGIC] and count_tokens(path)
+        has_header = np.fromfile(path, "<i4", 1).tolist() == [MAGIC] and count_tokens(path) >= 0
         tokens = np.memmap(path, "<u2", "r", HEADER_BYTES if has_header else 0)
     for start in range(0, len(tokens), TOKENS):
         part = tokens[start : start + TOKENS]

@@ -243,13 +243,12 @@ def _batches(
     """Read the remaining files in batches of similar size. An error is the last item."""
     last, every, is_noted = [Source(), *done][-1], options.val_every, False
     documents, bad = last.documents, BadRecords(options.skip_bad, last.skipped)
-    batch, size, undivided = Batch(), 0, 0
+    batch, size = Batch(), 0
     try:
         for path in sources[len(done) :]:
             with reading(path):
                 digest = sha256(path)
             split = "val" if split_of(path) in ("val", "test") else "train"
-            before = documents
             for piece in read_pieces(path, options.text_column, options.separator, bad):
                 documents += piece.begins
                 if isinstance(piece.content, str):  # a token file keeps the split of its name
@@ -264,12 +263,8 @@ def _batches(
                 if size >= BATCH:
                     yield batch
                     batch, size = [], 0
-            if options.separator and kind_of(path) == "text":
-                undivided += documents == before + 1
             source = Source(file=str(path), sha256=digest, documents=documents, skipped=bad.count)
             batch.append(("", source))
-        if undivided:
-            print(f"note: text files without the separator: {undivided:,}", file=sys.stderr)
         yield batch
     except UserError as error:
         yield from (batch, error)
@@ -315,5 +310,5 @@ def main(options: TextOptions) -> None:
 
 if __name__ == "__main__":
     OPTIONS = start(TextOptions, positional="sources")
-    with reported(status=1, interrupted=f"interrupted; {RESUME_HINT}"):
+    with reported(interrupted=f"interrupted; {RESUME_HINT}"):
         main(OPTIONS)

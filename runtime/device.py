@@ -53,31 +53,7 @@ def choose_device(name: str) -> torch.device:
             f"--nproc_per_node: {ranks} ranks, but {gpus} CUDA devices; start at most one for "
             f"each, or use --device cpu"
         )
-    device = torch.device("cuda", launch().local_rank)
-    check_has_code(device)
-    return device
-
-
-def check_has_code(device: torch.device) -> None:
-    """Raise UserError if this PyTorch has no code for the GPU: `no kernel image` would follow.
-
-    sm_86 runs on 8.6 and later GPUs of that major version. compute_86 is compiled at first use,
-    for 8.6 and all later ones.
-    """
-    major, minor = torch.cuda.get_device_capability(device)
-    known = torch.cuda.get_arch_list()
-    archs = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known))
-    if not archs:  # unknown, as on AMD's GPUs
-        return
-    for kind, *digits in archs:
-        has = tuple(map(int, digits))
-        if has <= (major, minor) and (kind == "compute" or has[0] == major):
-            return
-    raise UserError(
-        f"--device cuda: this PyTorch ({torch.__version__}) has no code for {device_name(device)} "
-        f"(compute capability {major}.{minor}), only for {', '.join(known)}; install another build "
-        f"({BUILDS}), or use --device cpu"
-    )
+    return torch.device("cuda", launch().local_rank)
 
 
 def device_name(device: torch.device) -> str:

@@ -44,16 +44,14 @@ class TrainingError(UserError):
 def reported(
     place: str = "stdout",
     *,
-    status: int | None = None,
     interrupted: str = "interrupted",
     advice: Mapping[str, str] = {},
 ) -> Iterator[None]:
     """End the process with error lines instead of a traceback if a command fails foreseeably.
 
-    `place` is named if the system does not name the file that failed. `status` overrides the exit
-    status of every error. `advice`: messages by kind of failure (see `kind_of_failure`), with
-    {reason} in them for the cause. If nobody reads the output any more (`| head`), a command ends
-    silently, as other Unix commands do.
+    `place` is named if the system does not name the file that failed. `advice`: messages by kind of
+    failure (see `kind_of_failure`), with {reason} in them for the cause. If nobody reads the output
+    any more (`| head`), a command ends silently, as other Unix commands do.
     """
     try:
         yield
@@ -65,7 +63,7 @@ def reported(
         if isinstance(error, BrokenPipeError) and error.filename is None:  # stdout
             raise SystemExit(141) from None  # 128 + SIGPIPE
         if expected := foreseen(error, place, advice):
-            exit_with(expected, status)
+            exit_with(expected)
         if launch().world_size == 1:
             raise
         _end("".join(traceback.format_exception(error)).rstrip("\n"), 1)

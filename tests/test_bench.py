@@ -281,6 +281,8 @@ MISTAKES = """
 --max_steps=9 => --max_steps: max_steps has no effect
 --config=TINY --scaling=1,2 --scan=batch_size=1 => scan has no effect
 --rounds=9 => rounds has no effect
+--dataset=nowhere => dataset has no effect
+--bf16 --fp16 => bf16 and fp16 exclude each other
 --total_batch_tokens=64 => total_batch_tokens has no effect
 --config=TINY --scaling=1,3 => total_batch_tokens 64 is not a multiple of the 96 tokens of one micro
 """

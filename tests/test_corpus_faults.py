@@ -87,7 +87,7 @@ def test_of_two_texts_for_one_name_the_second_is_refused_and_a_run_waits_for_the
     being_written, tmp_path
 ):
     A.write_text("Another text.")
-    second = run("data/text.py", "a.txt", "--name", "mine", cwd=tmp_path, status=1)
+    second = run("data/text.py", "a.txt", "--name", "mine", cwd=tmp_path, status=2)
     assert second.stdout == ""
     message = "data/mine: another process is writing it; wait for it, or choose another"
     assert second.stderr == f"error: {message} name\n"

@@ -328,7 +328,10 @@ def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, ca
     assert "note" not in capsys.readouterr().out
     path.write_bytes(good[:1024] + good[1026:] + good[1024:1026])
     evaluate_run()
-    said = f"note: {corpus}/tiny is not the corpus that the run trained on"
+    said = f"note: the run trained on other tokens of {corpus}/tiny"
+    assert said in capsys.readouterr().out
+    path.write_bytes(good)
+    evaluate_run(val_fraction=0.5)
     assert said in capsys.readouterr().out
     (corpus / "other").mkdir()
     path.rename(corpus / "other/val.bin")  # no training files

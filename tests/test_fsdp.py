@@ -14,7 +14,6 @@ from tests.conftest import (
     MODERN,
     end_of,
     grown,
-    refused,
     run_ranks,
     tiny_run,
     write_tiny_corpus,
@@ -218,14 +217,6 @@ def test_a_checkpoint_resumes_with_the_same_bits_sharded_or_not_on_any_number_of
 def test_a_resume_with_fsdp_is_exact(two, place):
     straight, again = (place / "logs" / name for name in ("straight", "again"))
     assert end_of(straight) == end_of(again)
-
-
-def test_shards_of_an_earlier_version_are_refused_by_the_commit_that_reads_them(tmp_path):
-    shards = tmp_path / "train/checkpoints/step_000002/model"
-    shards.mkdir(parents=True)
-    (shards / "shard-00001-model-00001-of-00002.safetensors").touch()
-    with refused("step_000002: written by --fsdp of an earlier version, in shards; git checkout"):
-        load_model(str(tmp_path / "train"))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_error_and_leaves_the_one_before(two, place):

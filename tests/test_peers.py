@@ -193,7 +193,7 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
     options, tmp_path, monkeypatch
 ):
     options = options.model_copy(update={"rounds": 6, "log_dir": str(tmp_path)})
-    ours, others = plan(options, ["nanoGPT/model.py"], tmp_path)
+    ours, others = plan(options.model_copy(update={"peer": ("nanoGPT/model.py",)}), tmp_path)
     sides = (ours, *others)
     commands = (answering(), answering(seconds=2.0), answering(loss=10.2), [])
     for side, command in zip(sides, commands, strict=True):
@@ -217,11 +217,9 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
     assert third["memory_ratio"] == 9, "of the first row's"
 
 
-def test_tiny_models_are_compared_whole(options, peer, tmp_path, monkeypatch, forked, capsys):
-    monkeypatch.setattr(peers, "find_spec", lambda _: None)
+def test_tiny_models_are_compared_whole(options, peer, tmp_path, forked):
     less = {"rounds": 6, "peer": (peer(),), "log_dir": str(tmp_path / "logs")}
     main(options.model_copy(update=less))
-    assert "note: transformers is not installed" in capsys.readouterr().out
     folder = tmp_path / "logs/peers"
     assert {path.name for path in folder.iterdir()} == {
         "peers.png",
@@ -263,14 +261,14 @@ GENERATE = """
 
 
 def test_generation_is_compared_from_equal_weights_and_not_with_a_peer_of_other_tokens(
-    tmp_path, monkeypatch, forked, capsys
+    tmp_path, forked, capsys
 ):
     config, path, output = (tmp_path / name for name in ("tiny.yaml", "model.py", "o.json"))
     config.write_text(
         "n_layer: 2\nn_head: 2\nn_embd: 16\nblock_size: 64\nseq_len: 64\ntie_weights: true\n"
     )
     words = ["--texts=2", "--tokens=5", "--device=cpu", "--rounds=6"]
-    words += [f"--config={config}", f"--output={output}", f"--peer={path}"]
+    words += [f"--config={config}", f"--output={output}", "--peer", "transformers", str(path)]
     options = parse(generate.GenerateOptions, words)
     path.write_text(PEER + GENERATE)
     generate.main(options)
@@ -279,6 +277,5 @@ def test_generation_is_compared_from_equal_weights_and_not_with_a_peer_of_other_
     assert {turn["tokens"] % 10 for side in sides for turn in side["turns"]} == {0}
     assert "2 texts at a time, 6 interleaved rounds" in capsys.readouterr().out
     path.write_text(PEER + GENERATE.replace("argmax", "argmin"))
-    monkeypatch.setattr(peers, "find_spec", lambda _: None)
     with pytest.raises(TrainingError, match=r"model\.py: its likeliest tokens are"):
         generate.main(options)

@@ -194,28 +194,6 @@ def test_more_ranks_than_gpus_are_an_error(environment):
         choose_device("auto")
 
 
-@pytest.mark.parametrize(
-    ("capability", "archs", "runs"),
-    [
-        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),  # a V100
-        ((8, 0), ["sm_86", "sm_90"], False),
-        ((9, 0), ["sm_80", "sm_90a"], True),
-        ((10, 0), ["sm_80", "compute_90"], True),
-        ((9, 4), ["gfx942"], True),  # AMD's
-    ],
-)
-def test_a_gpu_that_pytorch_has_no_code_for_is_an_error(capability, archs, runs):
-    answers = {"is_available": True, "device_count": 1, "get_device_name": "NVIDIA V100"}
-    with answering(**answers, get_device_capability=capability, get_arch_list=archs):
-        if runs:
-            assert choose_device("auto") == torch.device("cuda", 0)
-            return
-        code, major = ", ".join(archs), ".".join(map(str, capability))
-        message = rf"no code for NVIDIA V100 \(compute capability {major}\), only for {code}; "
-        with refused(f"--device cuda: .*{message}.*--device cpu"):
-            choose_device("auto")
-
-
 def test_a_peak_of_memory_is_in_bytes_on_macos(monkeypatch):
     in_kib = peak_memory_mb(CPU)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -4,7 +4,7 @@ import itertools
 import statistics
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from measure.interleaved.ratio import median_ratio
 from runtime.report import Estimate
@@ -12,9 +12,17 @@ from runtime.report import Estimate
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 
 
-def place(machine: str, device: str | None) -> str:
-    """Describe the hardware of a result: the machine, after its GPU if that computed."""
-    return machine if device in (None, "cpu") else f"{device}; {machine}"
+class Result(BaseModel):
+    """The hardware and the code of a result."""
+
+    machine: str = "unknown machine"  # runs before 2026-11-22 do not store it
+    device: str | None = None  # of a comparison, the first side's
+    git: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The machine, after its GPU if that computed."""
+        return self.machine if self.device in (None, "cpu") else f"{self.device}; {self.machine}"
 
 
 class Turn(BaseModel):
@@ -31,12 +39,12 @@ class Turn(BaseModel):
     ranks: list["Turn"] = []  # one turn per rank of a run with several
 
 
-class MeasuredSide(BaseModel, allow_inf_nan=False):
+class MeasuredSide(BaseModel):
     """The figures of one side."""
 
     name: str
     command: str = ""
-    tokens_per_sec: list[float] = Field(min_length=1)  # one entry per round
+    tokens_per_sec: list[float]  # one entry per round
     turns: list[Turn]  # includes the rounds that are left out
 
     @property
@@ -50,23 +58,15 @@ class MeasuredSide(BaseModel, allow_inf_nan=False):
         return max(rank.peak_memory_mb for turn in self.turns for rank in [turn, *turn.ranks])
 
 
-class Comparison(BaseModel, extra="allow"):
+class Comparison(Result, extra="allow"):
     """The result of interleaving several sides. Files of earlier versions lack some fields, and
     keep others.
     """
 
-    machine: str
     date: str | None = None
-    git: str | None = None
     left_out: int  # the first turns, which compile and warm up
-    sides: list[MeasuredSide] = Field(min_length=2)
-    device: str | None = None  # the first side's
+    sides: list[MeasuredSide]
     settings: list[dict[str, Any]] = []  # a ladder's rung adds the options of both sides
-
-    @property
-    def place(self) -> str:
-        """The machine, after its GPU if that computed."""
-        return place(self.machine, self.device)
 
     @property
     def rounds(self) -> int:
@@ -87,7 +87,3 @@ class Comparison(BaseModel, extra="allow"):
             self.ratio(side, base).width <= width
             for base, side in itertools.combinations(range(len(self.sides)), 2)
         )
-
-    def dump(self) -> dict[str, Any]:
-        """Return the content of its JSON file."""
-        return self.model_dump(mode="json", exclude_unset=True)

@@ -155,7 +155,7 @@ def run_rounds(
             device = measured[0].turns[0].device
             found = Comparison(**about, device=device, left_out=LEFT_OUT, sides=measured)
             if results:
-                write_json(Path(results), found.dump())
+                write_json(Path(results), found.model_dump(exclude_unset=True))
             speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)
             line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
             if found.rounds >= FEWEST:

@@ -121,7 +121,7 @@ def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
         errors = run_commands([stage.command for stage in together])
         for stage, error in zip(together, errors, strict=True):
             name = stage.name
-            run = None if error else Run.read(record.folder / name)
+            run = None if error else Run.read(record.folder / name, settings(stage.config))
             if run and not run.summary.interrupted:
                 record.runs[name] = run
             else:
@@ -153,7 +153,7 @@ def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
 
 def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
     """True if a stage and its base run on one rank each and differ, unless this machine and device
-    have interleaved them before. A mode of torch.compile without compile is no difference.
+    have interleaved them before.
     """
     if not stage.is_interleaved:
         return False

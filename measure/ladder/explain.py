@@ -10,7 +10,7 @@ from pathlib import Path
 
 from measure.ladder.stages import ROOT, bases
 from measure.report.report import Card
-from runtime.cli import read_yaml_mapping
+from runtime.cli import CONFIG_DIR, read_yaml_mapping
 
 # The stages of speedup that can change the speed of a step; the other ones change the learning.
 CHANGE_SPEED = ("baseline", *(f"speedup{step}" for step in (1, 2, 3, 5, 6, 7, 8, 10, 13, 15)))
@@ -32,8 +32,8 @@ def card_of(name: str, file: Path, base: Path) -> Card:
     title, below = title or name, bases(file)
     skipped = below[: below.index(base)] if base in below else []
     if file == base and name != file.stem:
-        title, why = "The same again", ["It differs by its seed alone: its factor is noise (A/A)."]
-    elif any(between.stem in CHANGE_SPEED for between in skipped):
+        title, why = "The same again", ["At most its seed differs: its factor is noise (A/A)."]
+    elif any(s.stem in CHANGE_SPEED or s.parent != CONFIG_DIR for s in skipped):
         title += ", and all before it"
     options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
     options = [option for option in options if option not in BESIDE] or options
@@ -91,14 +91,10 @@ def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int,
 
 @functools.cache
 def statements(file: str) -> list[ast.stmt]:
-    """Return the statements in a file's functions, without functions that check options."""
+    """Return the statements in a file's functions."""
     functions = parsed(file)[1]
     inside = {
-        node
-        for function in functions
-        if not function.name.startswith("check")
-        for node in ast.walk(function)
-        if isinstance(node, ast.stmt)
+        node for function in functions for node in ast.walk(function) if isinstance(node, ast.stmt)
     }
     return sorted(inside.difference(functions), key=lambda node: node.lineno)
 

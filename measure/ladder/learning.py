@@ -170,9 +170,8 @@ def shares(tokens: Estimate | None, speed: Estimate | None) -> Row:
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:
-    """Return the mean of the losses of all seeds, at the steps that all of them have."""
-    steps = [step for step in curves[0] if all(step in losses for losses in curves)]
-    steps = steps[1:] or steps  # the first evaluation comes before any training
+    """Return the mean of the losses of all seeds, which evaluate at the same steps."""
+    steps = [*curves[0]][1:]  # the first evaluation comes before any training
     return {step: statistics.fmean(losses[step] for losses in curves) for step in steps}
 
 

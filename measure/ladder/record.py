@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from config import MFU, Config
-from measure.interleaved.comparison import Comparison, place
-from runtime.cli import load, read_yaml_mapping, show
+from measure.interleaved.comparison import Comparison, Result
+from runtime.cli import load, show
 from runtime.errors import UserError, in_a_line
 from runtime.files import write_json
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
@@ -39,7 +39,7 @@ class Device(BaseModel, frozen=True):
     gpus: int = 0
     memory_mb: float | None = None  # free before the ladder begins
     tflops: dict[str, float] = {}  # rate of a large matmul by dtype; `tf32` if the device has it
-    gigabytes_per_s: float | None = Field(default=None, gt=0)  # read and written by a copy
+    gigabytes_per_s: float | None = None  # read and written by a copy
     launch_us: float | None = None  # time of the smallest operation
     bf16: bool = True
     slow_bf16: bool = False  # a CPU whose bf16 is slower than fp32
@@ -69,21 +69,18 @@ def curve(log: Columns, column: str = "loss") -> dict[int, float]:
     return {int(step or 0): value for step, value in cells if value is not None}
 
 
-class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
+class Summary(Result, extra="allow"):
     """The figures of summary.json that a report needs; the other ones are kept."""
 
-    median_dt_ms: float = Field(gt=0)
-    median_tokens_per_sec: float = Field(gt=0)
+    median_dt_ms: float
+    median_tokens_per_sec: float
     first_step_s: float
     peak_memory_mb: float
     utilization: float | None  # MFU; None if the matmul could not be timed
     final_loss: float | None
     steps: int
     world_size: int = 1
-    machine: str = "unknown machine"  # not stored before 2026-11-22
-    device: str
     torch: str
-    git: str | None
     started: str
     interrupted: bool = False
 
@@ -91,11 +88,6 @@ class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
     def date(self) -> str:
         """The day of its start."""
         return self.started[:10]
-
-    @property
-    def place(self) -> str:
-        """The machine, after its GPU if that computed."""
-        return place(self.machine, self.device)
 
     @property
     def about(self) -> str:
@@ -106,17 +98,17 @@ class Summary(BaseModel, allow_inf_nan=False, extra="allow"):
 class Run(BaseModel):
     """A finished run."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # its settings
     summary: Summary
     log: Columns
     eval: Columns = {}
 
     @classmethod
-    def read(cls, folder: Path) -> "Run":
-        """Read a run's folder."""
+    def read(cls, folder: Path, config: dict[str, Any]) -> "Run":
+        """Read the folder of a run with these settings."""
         evaluated = folder / "eval.csv"
         return cls(
-            config=read_yaml_mapping(folder / "config.yaml"),
+            config=config,
             summary=Summary.model_validate_json((folder / "summary.json").read_bytes()),
             log=read_columns(folder / "log.csv"),
             eval=read_columns(evaluated, EVAL_COLUMNS) if evaluated.exists() else {},

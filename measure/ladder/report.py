@@ -94,6 +94,7 @@ FIGURES = [
         "their notes claim: `python ladder.py as_logged` compares runs that do",
     ),
     Figure("ms_per_step", "ms/step", ",.0f", "a median, like tokens/s"),
+    Figure("tokens_per_step", "tokens/step", ",.0f", "of all ranks and micro-steps"),
     Figure("base", "base"),
     Figure("first_step_s", "first step, s", ".1f"),
     Figure(
@@ -154,6 +155,7 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
             "stage": stage.name,
             "ms_per_step": summary.median_dt_ms,
             "tokens_per_sec": rate,
+            "tokens_per_step": stage.tokens_per_step,
             "base": base.name,
         }
         first, before = next(iter(rows.values())), rows.get(base.name)  # perhaps this row
@@ -226,14 +228,15 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             published.append(curve_of(label, losses, tokens, times, published=True))
     if panels:
         draw_panels(stages[0].record.folder / "loss.png", panels)
+    summaries = [run.summary for _, run in done]
     report_stages(
         stages,
-        [*(run.summary for _, run in done), *filter(None, (s.comparison for s, _ in done))],
+        [*summaries, *filter(None, (stage.comparison for stage, _ in done))],
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
         figures=FIGURES,
         rows=rows_of(stages),
         about=[
-            *described(done),
+            *dict.fromkeys(f"{s.steps} steps; {s.about}, {s.date}" for s in summaries),
             *([f"All runs with {options}"] if options else []),
             *([f"In place of bf16: {', '.join(instead)}."] if instead else []),
         ],
@@ -242,22 +245,6 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         cards=cards,
         curves=[*curves, *published],
     )
-
-
-def described(done: Sequence[tuple[Stage, Run]]) -> Iterator[str]:
-    """Yield a line for each description of finished runs, with the names of their stages."""
-    stages = dict[str, list[str]]()  # by the description of their runs
-    for stage, run in done:
-        summary = run.summary
-        tokens = f"{stage.config.batch_size} x {stage.config.seq_len} tokens"
-        if stage.config.total_batch_tokens:
-            tokens = f"{stage.config.total_batch_tokens:,} tokens"
-        elif summary.world_size > 1:
-            tokens = f"{summary.world_size} x {tokens}"
-        for about in (f"{summary.steps} steps of {tokens}", f"{summary.about}, {summary.date}"):
-            stages.setdefault(about, []).append(f"`{stage.name}`")
-    for about, names in sorted(stages.items(), key=lambda item: -len(item[1])):
-        yield f"{', '.join(names) if len(names) < len(done) else 'all'}: {about}"
 
 
 def plot_runs(folders: Sequence[str]) -> None:

@@ -222,15 +222,14 @@ def can_gain(stage: Stage, device: Device) -> bool:
     added.pop("base", None)
     if added == {"matmul_precision": "medium"}:
         return device.medium
-    return added != {"bf16": "true"} or stage.config.bf16 or stage.config.fp16
+    return {*added} != {"bf16"} or in_place_of_bf16(stage) != "fp32"
 
 
-def planned_before(record: Record, of_runs: Sequence[str]) -> list[Stage]:
-    """Return the stages of a ladder's record, with further options. Raises UserError."""
+def planned_before(record: Record) -> list[Stage]:
+    """Return the stages of a ladder's record. Raises UserError if it has none."""
     stages = list[Stage]()
     for name, planned in record.stages.items():
-        config, options = str(ROOT / planned.config), [*planned.options, *of_runs]
-        stage = make_stage(name, config, record, options, Device())
+        stage = make_stage(name, str(ROOT / planned.config), record, planned.options, Device())
         stage.ranks = planned.ranks
         stages.append(stage)
     if not stages:
@@ -281,7 +280,7 @@ def instead_of_bf16(config: Config, device: Device) -> list[str]:
 
 def in_place_of_bf16(stage: Stage) -> str:
     """Return the precision of a stage whose config file wants bf16; empty if it has bf16."""
-    if stage.config.bf16 or read_yaml(stage.file)[0].get("bf16") != "true":
+    if stage.config.bf16 or not load_config(str(stage.file)).bf16:
         return ""
     return "fp16" if stage.config.fp16 else "fp32"
 

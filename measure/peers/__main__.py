@@ -1,7 +1,7 @@
 """Compare how fast this project and other trainers train GPT-2, interleaved.
 
 python -m measure.peers                               the best rung and transformers
-python -m measure.peers --peer ../nanoGPT/model.py    ... and any nanoGPT-like file
+python -m measure.peers --peer ../nanoGPT/model.py    nanoGPT, or any file like its own
 python -m measure.peers --no-bf16 --batch_size 1      ... in fp32; any options of train.py, for all
 
 All sides train the same tokens from the same weights, 4 sequences of 1024 tokens at a time unless
@@ -59,8 +59,8 @@ class PeersOptions(RoundsOptions):
 
     model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
 
-    peer: tuple[str, ...] = ()
-    """nanoGPT-like Python files, which have GPT and GPTConfig"""
+    peer: tuple[str, ...] = (TRANSFORMERS,)
+    """transformers, and nanoGPT-like Python files, which have GPT and GPTConfig"""
     config: str = "speedup10.yaml"
     """this project's best rung"""
     log_dir: str = "logs"
@@ -93,17 +93,6 @@ def short_name(peer: str) -> str:
     return "/".join(Path(peer).parts[-2:])
 
 
-def with_transformers(files: Sequence[str]) -> list[str]:
-    """Return the peers: these files, and transformers if installed. Raises UserError for none."""
-    peers = [*dict.fromkeys(files)]
-    if find_spec(TRANSFORMERS):
-        return [TRANSFORMERS, *peers]
-    say("note: transformers is not installed (pip install -r requirements-dev.txt)")
-    if not peers:
-        raise UserError("no peers: install transformers, or name a file with --peer")
-    return peers
-
-
 def check_peers(peers: Sequence[str], config: Config, place: Path) -> None:
     """Write the weights that all sides start from, and build every peer once in this process.
 
@@ -131,7 +120,7 @@ def compare_losses(name: str, loss: float, ours: float, config: Config, toleranc
         )
 
 
-def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side, list[Side]]:
+def plan(options: PeersOptions, place: Path) -> tuple[Side, list[Side]]:
     """Return our side, and those to compare it with: the peers, and the matmuls of a step.
 
     `place`: the weights that `check_peers` wrote.
@@ -139,7 +128,7 @@ def plan(options: PeersOptions, peers: Sequence[str], place: Path) -> tuple[Side
     shape = ["--config", options.config, *to_flags(options.of_training())]
     flags = [*shape, "--init_from", str(place)]
     others = list[Side]()
-    for peer in peers:
+    for peer in options.peer:
         name, of_peer = short_name(peer), [*flags, "--peer", peer]
         others.append(peer_side(name, of_peer))
         others.append(peer_side(f"{name}, our settings", [*of_peer, "--our_settings"]))
@@ -210,7 +199,8 @@ def report(groups: Sequence[Comparison], config: Config, folder: Path) -> None:
         bars="peers.png",
         where=f"{first.place}, {first.date}",
     )
-    write_json(folder / "results.json", [group.dump() for group in groups])
+    rounds = [group.model_dump(exclude_unset=True) for group in groups]
+    write_json(folder / "results.json", rounds)
 
 
 def main(options: PeersOptions) -> None:
@@ -218,15 +208,14 @@ def main(options: PeersOptions) -> None:
     config, groups = our_config(options), list[Comparison]()
     rounded = config.bf16 or config.fp32_precision() != "highest"
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
-    peers = with_transformers(options.peer)
     folder = Path(options.log_dir) / "peers"
     with tempfile.TemporaryDirectory() as place:
-        check_peers(peers, config, Path(place))
+        check_peers(options.peer, config, Path(place))
         if folder.exists():
             folder.rename(moved := aside(folder))
             say(f"note: {folder} is now {moved}")
         folder.mkdir(parents=True)
-        ours, others = plan(options, peers, Path(place))
+        ours, others = plan(options, Path(place))
 
         def check(side: Side) -> None:
             loss, our_loss = side.turns[0].loss, ours.turns[0].loss

@@ -13,8 +13,8 @@ from pathlib import Path
 from config import load_config
 from measure.interleaved.__main__ import print_comparison
 from measure.interleaved.rounds import RoundsOptions, Side, SideError, run_rounds, to_flags
-from measure.peers import OURS
-from measure.peers.__main__ import peer_side, short_name, with_transformers
+from measure.peers import OURS, TRANSFORMERS
+from measure.peers.__main__ import peer_side, short_name
 from runtime.cli import Device, Positive
 from runtime.errors import reported
 from runtime.start import parse_command_line
@@ -33,10 +33,8 @@ class GenerateOptions(RoundsOptions):
     """auto, cuda, mps or cpu"""
     config: str = "gpt2_124m.yaml"
     """config of the model"""
-    peer: tuple[str, ...] = ()
-    """nanoGPT-like Python files whose GPT has nanoGPT's generate; transformers is always compared,
-    if it is installed
-    """
+    peer: tuple[str, ...] = (TRANSFORMERS,)
+    """transformers, and nanoGPT-like Python files whose GPT has nanoGPT's generate"""
     output: str | None = None
     """JSON file for the rounds of every side, written after each"""
 
@@ -51,8 +49,7 @@ def main(options: GenerateOptions) -> None:
         write_weights(load_config(options.config), Path(folder), std=0.2)
         how += ["--init_from", folder]
         sides = [
-            peer_side(short_name(peer), [*how, "--peer", peer])
-            for peer in [OURS, *with_transformers(options.peer)]
+            peer_side(short_name(peer), [*how, "--peer", peer]) for peer in (OURS, *options.peer)
         ]
 
         def check(side: Side) -> None:

@@ -30,7 +30,7 @@ class PeerConfig(Config):
 if __name__ == "__main__":
     OPTIONS = parse_command_line(PeerConfig, config_file=True)
     if OPTIONS.our_settings or OPTIONS.peer == OURS:
-        set_up_process(OPTIONS.device)
+        set_up_process(OPTIONS.device, OPTIONS.retain_memory)
 
 import functools
 import inspect
@@ -81,8 +81,10 @@ def build_peer(peer: str, config: Config) -> torch.nn.Module:
     """Build the peer's model with the weights of the folder `init_from`. Raises UserError."""
     if peer != TRANSFORMERS:
         return nanogpt_like(peer, config)
-    from transformers import GPT2LMHeadModel
-
+    try:
+        from transformers import GPT2LMHeadModel
+    except ImportError:
+        raise UserError("transformers is missing: pip install -r requirements-dev.txt") from None
     # the KV cache is only for generating
     return GPT2LMHeadModel.from_pretrained(config.init_from, use_cache=False).train()
 
@@ -109,12 +111,10 @@ def nanogpt_like(path: str, config: Config) -> torch.nn.Module:
     _, shape, weights, _ = read_weights(config.init_from)
     module = load_file(path)
     # GPT-2's options under nanoGPT's names; the vocabulary is padded as in the config
-    options = {name: getattr(shape, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
-    options["vocab_size"] = config.vocab_size
+    options = vars(shape) | {"vocab_size": config.vocab_size, "flash": True}
     known = inspect.signature(module.GPTConfig).parameters
-    if_known = {"dropout": 0.0, "bias": True, "flash": True, "tie_weights": True}
-    options |= {name: value for name, value in if_known.items() if name in known}
-    model = module.GPT(module.GPTConfig(**options)).train()
+    given = {name: value for name, value in options.items() if name in known}
+    model = module.GPT(module.GPTConfig(**given)).train()
     copy_weights(model, weights, path)
     return model
 

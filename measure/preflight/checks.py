@@ -63,7 +63,7 @@ def check(config: Config, world: World, estimated: Estimated) -> bool:
 
 def findings(config: Config, world: World, estimated: Estimated, folder: Path) -> Iterator[Finding]:
     """Run the checks one by one. `folder`: for checkpoints, on the disk of the run's own."""
-    loader, _ = open_data(config, world, config.n_vocab)
+    loader, val = open_data(config, world, config.n_vocab)
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)
     seconds = estimated.step_seconds
@@ -82,14 +82,13 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
         tried = smaller(tried, world)
 
     run, of_run = setup(tried, world), RunFolder(folder, world.rank)
-    Evaluation(config, world, run.state.model, run.val, run.autocast, of_run)  # raises UserError
+    Evaluation(config, world, run.state.model, val, run.autocast, of_run)  # raises UserError
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield from resumes_exactly(run, folder)
     yield overfits(run)
 
-    fits, disk = estimated.disk
-    yield fits, disk, "make room, lower keep_last, or choose another log_dir"
+    yield *estimated.disk, "make room, lower keep_last, or choose another log_dir"
     if is_small:
         about = "the above is of a small model with the same options, uncompiled"
     else:

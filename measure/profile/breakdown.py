@@ -8,7 +8,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from measure.interleaved.process import in_fresh_process
@@ -26,12 +25,12 @@ from train import Run, train_step
 OF_BACKWARD = "  of which "  # begins the names of the parts of the backward pass
 
 
-def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]:
+def mark_parts(model: GPT, mark: Callable[[str], None]) -> None:
     """Call `mark` at the end of each part of the model's forward and backward passes.
 
     The residual stream runs through all parts: a part's forward ends when its result is added to
     the stream, its backward when the gradient reaches the stream before it. So attention and MLP
-    include the norm before them and the sum after them. Returns the hooks.
+    include the norm before them and the sum after them.
     """
 
     def ends(part: str) -> Callable[..., None]:
@@ -44,31 +43,25 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> list[RemovableHandle]
         return watch
 
     parts = model.transformer
-    hooks = [
-        parts.h[0].register_forward_pre_hook(ends("embedding")),
-        parts.ln_f.register_forward_pre_hook(backward_ends("head and loss")),
-        model.register_forward_hook(ends("head and loss")),
-    ]
+    parts.h[0].register_forward_pre_hook(ends("embedding"))
+    parts.ln_f.register_forward_pre_hook(backward_ends("head and loss"))
+    model.register_forward_hook(ends("head and loss"))
     for block in parts.h:
         assert isinstance(block, Block)
-        hooks += [
-            block.register_forward_pre_hook(backward_ends("attention")),
-            block.ln_2.register_forward_pre_hook(ends("attention")),
-            block.ln_2.register_forward_pre_hook(backward_ends("MLP")),
-            block.register_forward_hook(ends("MLP")),
-        ]
+        block.register_forward_pre_hook(backward_ends("attention"))
+        block.ln_2.register_forward_pre_hook(ends("attention"))
+        block.ln_2.register_forward_pre_hook(backward_ends("MLP"))
+        block.register_forward_hook(ends("MLP"))
     for part in parts.children():
         if isinstance(part, torch.nn.Embedding):
-            hook = ends(OF_BACKWARD + "embedding")
-            hooks.append(part.weight.register_post_accumulate_grad_hook(hook))
-    return hooks
+            part.weight.register_post_accumulate_grad_hook(ends(OF_BACKWARD + "embedding"))
 
 
 def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
     """Time the parts of a step of the uncompiled model: medians over `steps`, after one more step.
 
     Returns each part's name, milliseconds and share. The part `backward` is the whole backward
-    pass; the parts after it are its own.
+    pass; the parts after it are its own. The model keeps the hooks that time them.
     """
     # seconds by part, in the order of their first marks
     of_steps = list[defaultdict[str, float]]()
@@ -82,13 +75,11 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
         of_steps[-1][part] += last - before
 
     plain = dataclasses.replace(run, model=run.state.model)
-    hooks = mark_parts(run.state.model, mark)
+    mark_parts(run.state.model, mark)
     for _ in range(1 + steps):
         of_steps.append(defaultdict(float))
         train_step(plain, 1)
         mark("optimizer")
-    for hook in hooks:
-        hook.remove()
     names = list(of_steps[-1])
     ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
     total = sum(ms.values())
@@ -164,11 +155,11 @@ def inspect_model(
     lines = [*run.notes, about_machine(about), ""]
     if "memory" in wanted:
         snapshot(run, folder / f"memory_{label}.pickle")
-    if "breakdown" in wanted:
+    if "trace" in wanted:
+        lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```", ""]
+    if "breakdown" in wanted:  # last, as its hooks stay
         lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
         parts = break_down(run, steps)
         cells = [[name, f"{ms:.1f}", f"{share:.1%}"] for name, ms, share in parts]
         lines += [markdown_table(["part", "ms", "share"], cells), ""]
-    if "trace" in wanted:
-        lines += ["```", trace(run, folder / f"trace_{label}.json.gz"), "```"]
     return "\n".join(lines)

@@ -4,15 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from config import Config, load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.rounds import LEFT_OUT, Side, run_rounds, to_flags, training_side
 from measure.profile.tables import about_machine, new_folder
 from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
 from runtime.cli import load
-from runtime.device import choose_device
 from runtime.report import Estimate
 from runtime.start import cores
 
@@ -52,17 +49,18 @@ def measure_scaling(
     Results go to a new folder in `log_dir`. Raises UserError for what cannot be measured
     here, TrainingError if a side fails.
     """
-    config, sides, configs = load_config(name, **values), list[Side](), dict[int, Config]()
-    tokens, device = config.tokens_per_step(1), choose_device(config.device)
+    sides, configs = list[Side](), list[tuple[int, Config]]()
+    config = load_config(name, **values)
+    tokens = config.tokens_per_step(1)
     for ranks in sorted(counts):
         batch_size = batch_size_of(config, ranks)
         given = {**values, "total_batch_tokens": tokens, "batch_size": batch_size}
-        configs[ranks] = load(Config, given, name, ranks)  # UserError for an odd share
+        configs.append((ranks, load(Config, given, name, ranks)))  # UserError for an odd share
         arguments = ["--config", name, *to_flags(given)]
         sides.append(training_side(f"{ranks} rank{'s' * (ranks > 1)}", arguments, ranks=ranks))
     folder = new_folder(log_dir)
     found = run_rounds(sides, rounds, results=folder / "interleaved.json")
-    rows = rows_of(found, configs, device)
+    rows = rows_of(found, configs)
     write_report(
         folder,
         f"{Path(name).stem}: the same batch on more ranks",
@@ -77,14 +75,14 @@ def measure_scaling(
     )
 
 
-def rows_of(found: Comparison, configs: Mapping[int, Config], device: torch.device) -> list[Row]:
-    """Return the figures of each config, by its number of ranks."""
+def rows_of(found: Comparison, configs: Sequence[tuple[int, Config]]) -> list[Row]:
+    """Return the figures of each number of ranks and its config."""
     rows = list[Row]()
     used = []  # GPUs, or cores
-    for i, (ranks, config) in enumerate(configs.items()):
+    for i, (ranks, config) in enumerate(configs):
         side = found.sides[i]
         threads = side.turns[-1].threads
-        used.append(ranks if device.type == "cuda" else min(cores(), ranks * threads))
+        used.append(min(cores(), ranks * threads) if found.device == "cpu" else ranks)
         hardware = used[i] / used[0]
         factor = found.ratio(i) if i else Estimate(1.0)
         rows.append(

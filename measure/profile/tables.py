@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from config import SpeedConfig, load_config
-from measure.interleaved.comparison import place
 from measure.profile.timing import key_of, label_of, settings
 from measure.report.pictures import draw_bars, draw_panels
 from measure.report.report import PEAK_MEMORY, Figure, Row, write_report
@@ -33,6 +32,10 @@ COLUMNS = [
     TOKENS_PER_SEC,
     PEAK_MEMORY,
 ]
+FROM_THE_SAME_PASSES = (
+    "Rows that differ only in warm-up come from the same passes: with w warm-up passes the first w "
+    "are left out. std: of the population."
+)
 
 
 def about_machine(row: Row) -> str:
@@ -76,7 +79,7 @@ def compare(rows: Sequence[Row], earlier: Results) -> list[str]:
             for name in ("batch_size", "seq_len", "vocab_size", "device", *SPEED_OPTIONS):
                 theirs = str(there.get(name, row[name])) or "None"  # an empty cell
                 if str(row[name]).lower() != theirs.lower():
-                    notes[f"note: {name} differs: {row[name]} here, {there[name]} there"] = None
+                    notes[f"note: {name} differs: {row[name]} here, {theirs} there"] = None
     return [*notes]
 
 
@@ -96,22 +99,18 @@ def report_times(
 
     Adds the times of `earlier` results, which come from the file `there`.
     """
-    about, meaning = [about_machine(rows[0])], ""
-    remarks = [*failed, *compare(rows, earlier)]
+    about = [about_machine(rows[0])]
     if earlier:
         about.append(f"there: {there}")
     if name:
         rows.sort(key=label_of)
-        title = f"Over {name}"
+        title, picture, meaning = f"Over {name}", "scan.png", ""
         figures = [LABEL, Figure(name, name), TOKENS_PER_SEC, PEAK_MEMORY, *RATES]
-        picture, caption = "scan.png", "over the values"
         draw_scan(name, rows, folder / picture)
     else:
         rows.sort(key=lambda row: row["mean_s"])
-        title, figures = "Seconds per pass: forward, backward and both", COLUMNS
-        meaning = "Rows that differ only in warm-up come from the same passes: with w warm-up "
-        meaning += "passes the first w are left out. std: of the population."
-        picture, caption = "times.png", "seconds per pass"
+        title, picture = "Seconds per pass: forward, backward and both", "times.png"
+        figures, meaning = COLUMNS, FROM_THE_SAME_PASSES
         draw_times(rows, folder / picture)
     notes = sorted({row["notes"] for row in rows} - {""})  # each begins with "note: "
     write_report(
@@ -119,11 +118,10 @@ def report_times(
         title,
         figures,
         rows,
-        remarks=[*notes, *remarks],
+        remarks=[*notes, *failed, *compare(rows, earlier)],
         about=about,
-        where=place(machine(), rows[0]["device"]),
         meaning=meaning,
-        pictures={picture: caption},
+        pictures={picture: title},
     )
 
 
