@@ -14,7 +14,7 @@ from data.token_file import split_of
 from dataloader import TokenStream
 from model import GPT
 from runtime.errors import TrainingError, UserError
-from runtime.start import trim_memory_if_short
+from runtime.start import trim_memory
 from runtime.world import World
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def validation_loss(
         compiled = None
     with evaluating(model, "force_eager" if compiled is None else "default"):
         for first in with_progress(range(0, sequences, at_once), "validation loss", world):
-            trim_memory_if_short(world.device.type)
+            trim_memory(world.device.type)
             batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # FSDP needs every rank in every forward pass: a rank without sequences runs one that
             # does not count.

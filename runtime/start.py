@@ -105,14 +105,18 @@ def retain_freed_memory() -> None:
         libc.mallopt(M_ARENA_MAX, 1)  # one heap for all threads, so that they share freed memory
 
 
-def trim_memory_if_short(device: str = "cpu") -> None:
-    """If memory is short, return retained memory to the system and stop retaining it.
+def trim_memory(device: str = "cpu", steps: int = 0) -> None:
+    """Return retained memory to the system after the first of the `steps` that this process has
+    taken; if memory is short, always, and stop retaining it.
 
-    It is short if less is available than half of the memory in use by this machine's ranks:
-    retention may need that much more. Call this between two steps. Runs on a GPU skip it, as a GPU
-    has its own memory and would wait.
+    The gaps that compilation and the first step leave fit no later buffer: speedup10, 4 x 1024,
+    peaks at 3,483 MB without them instead of 3,685. Memory is short if less is available than half
+    of the memory in use by this machine's ranks: retention may need that much more. Call this
+    between two steps. Runs on a GPU skip it, as a GPU has its own memory and would wait.
     """
     ranks = launch().local_world_size
+    if device == "cpu" and steps == 1:
+        return_freed_memory()
     if device == "cpu" and (libc := _glibc()) and memory_left() < ranks * resident_memory() / 2:
         libc.mallopt(M_MMAP_MAX, 2**16)  # glibc sets such values itself after some large buffers
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)

@@ -214,7 +214,7 @@ def test_a_side_whose_first_loss_differs_ends_the_comparison_and_what_is_finishe
     )
     assert (second["side"], second["ours_over"].value) == ("nanoGPT/model.py", 4)
     assert (second["first_step_s"], second["memory_ratio"]) == (2, 9)
-    assert third["memory_ratio"] == 9, "of the first row's"
+    assert third["memory_ratio"] == 1, "of its own comparison"
 
 
 def test_tiny_models_are_compared_whole(options, peer, tmp_path, forked):

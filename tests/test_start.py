@@ -126,17 +126,22 @@ for buffer in buffers:
     ctypes.memset(buffer, 1, 4 * 2**20)
 for buffer in buffers[:-1]:
     libc.free(buffer)
-start.trim_memory_if_short(*device)
+start.trim_memory(*device[:1], *map(int, device[1:]))
 print((start.resident_memory() - before) >> 20)
 """
 
 
 @pytest.mark.parametrize(
     ("left", "kept"),
-    [("0.6", range(200, 300)), ("0.4", range(20)), ("0.4 cuda", range(200, 300))],
-    ids=["enough left", "little left", "a GPU computes"],
+    [
+        ("0.6 cpu 2", range(200, 300)),
+        ("0.6 cpu 1", range(20)),
+        ("0.4", range(20)),
+        ("0.4 cuda 1", range(200, 300)),
+    ],
+    ids=["enough left", "after the first step", "little left", "a GPU computes"],
 )
-def test_what_is_kept_is_given_back_between_steps_where_memory_is_short(left, kept):
+def test_what_is_kept_is_given_back_after_the_first_step_and_where_memory_is_short(left, kept):
     assert printed_by(FREED, left) in kept
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from runtime.clock import mark_time, seconds_between
 from runtime.device import choose_device, device_name, peak_memory_mb
 from runtime.errors import reported
-from runtime.start import return_freed_memory, trim_memory_if_short
+from runtime.start import return_freed_memory, trim_memory
 from runtime.world import World, joined_world
 from train import Run, setup, train_step
 
@@ -78,7 +78,7 @@ def serve(answers: TextIO, step: Step, world: World) -> None:
 
 def take_steps(step: Step, count: int, device: torch.device) -> dict[str, Any]:
     """Take steps, timed by the clock of a run; returns the figures to answer with."""
-    trim_memory_if_short(device.type)
+    trim_memory(device.type)
     if FREES_CACHE:
         step()
     taken, marks = list[dict[str, Any]](), [mark_time(device)]
@@ -116,8 +116,14 @@ def falls_asleep() -> bool:
 
 def step_of(run: Run) -> Step:
     """Return a function that takes the next step of a run."""
-    tokens, steps = run.config.tokens_per_step(run.world.world_size), itertools.count(1)
-    return lambda: {"tokens": tokens, "loss": train_step(run, next(steps)).loss}
+    tokens, steps = run.config.tokens_per_step(run.world.world_size), itertools.count()
+
+    def take_step() -> dict[str, Any]:
+        taken = next(steps)
+        trim_memory(run.world.device.type, taken)
+        return {"tokens": tokens, "loss": train_step(run, taken + 1).loss}
+
+    return take_step
 
 
 def main(config: Config) -> None:
