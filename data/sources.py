@@ -268,7 +268,9 @@ def _read_tokens(path: Path) -> Iterator[Piece]:
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype}, not integers")
     else:
-        has_header = np.fromfile(path, "<i4", 1).tolist() == [MAGIC] and count_tokens(path) >= 0
+        has_header = np.fromfile(path, "<i4", 1).tolist() == [MAGIC]
+        if has_header:
+            count_tokens(path)  # raises TokenFileError for a damaged file
         tokens = np.memmap(path, "<u2", "r", HEADER_BYTES if has_header else 0)
     for start in range(0, len(tokens), TOKENS):
         part = tokens[start : start + TOKENS]

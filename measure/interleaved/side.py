@@ -120,7 +120,8 @@ def step_of(run: Run) -> Step:
 
     def take_step() -> dict[str, Any]:
         taken = next(steps)
-        trim_memory(run.world.device.type, taken)
+        if taken == 1:  # as train.py does; whether memory is short is asked once a turn, untimed
+            trim_memory(run.world.device.type, taken)
         return {"tokens": tokens, "loss": train_step(run, taken + 1).loss}
 
     return take_step
