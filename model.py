@@ -148,7 +148,7 @@ class CausalSelfAttention(nn.Module):
         # The transpose comes last: compiled code copies the result of a norm or rotation after it.
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
-        # True only in a compiled model, on a CPU with bf16 matmuls.
+        # True only in a compiled model, on a CPU with fast bf16 matmuls.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
         if attend is not None:
             y = attend(self.layer, q, k, v)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import Config
-from kernels.attention import CPU_HAS_BF16
+from kernels.attention import CPU_HAS_FAST_BF16
 
 Params = Mapping[str, Tensor]  # by name
 
@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         share = -(-len(parts) // self.world_size)  # rounded up
         first = self.rank * share
         own = [parts[min(i, len(parts) - 1)] for i in range(first, first + share)]
-        dtype = torch.bfloat16 if has_bf16_matmuls(parts[0].device) else torch.float32
+        dtype = torch.bfloat16 if has_fast_bf16(parts[0].device) else torch.float32
         directions = self.orthogonalize(torch.stack(own).to(dtype))
         if self.world_size == 1:
             return directions, None
@@ -203,11 +203,11 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
-def has_bf16_matmuls(device: torch.device) -> bool:
-    """True if the device has instructions for bf16 matmuls, mostly faster than in fp32."""
+def has_fast_bf16(device: torch.device) -> bool:
+    """True if matmuls are faster in bf16 than in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and CPU_HAS_BF16
+    return device.type == "cpu" and CPU_HAS_FAST_BF16
 
 
 def clip_gradients(model: torch.nn.Module, grad_clip: float) -> Tensor:

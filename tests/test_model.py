@@ -333,16 +333,24 @@ def test_what_is_between_the_matmuls_is_the_same_compiled(monkeypatch):
         close(ours, wanted, rtol=0.02, atol=0.02)
 
 
+def test_intel_cpus_multiply_bf16_fast_only_with_amx():
+    amd, intel = ({"cpu_name": name, "avx512_bf16": True} for name in ("AMD EPYC", "Intel Xeon"))
+    fast = [amd, intel | {"amx_bf16": True}]
+    slow = [intel, {"cpu_name": "AMD EPYC", "avx512_bf16": False}, {}]
+    assert all(map(attention.multiplies_bf16_fast, fast))
+    assert not any(map(attention.multiplies_bf16_fast, slow))
+
+
 @pytest.mark.parametrize(
-    "change", [{}, {"dropout": 0.1}, {"bf16": False}, {"T": 16}, {"has_bf16": False}], ids=str
+    "change", [{}, {"dropout": 0.1}, {"bf16": False}, {"T": 16}, {"fast": False}], ids=str
 )
-def test_compiled_models_attend_in_blocks_where_a_cpu_has_bf16_instructions(
+def test_compiled_models_attend_in_blocks_where_a_cpu_has_fast_bf16(
     tiny_model, monkeypatch, change
 ):
     calls, losses = [], []
-    options = {"flash": True, "T": 32, "bf16": True, "has_bf16": True} | change
-    T, bf16, has_bf16 = (options.pop(name) for name in ("T", "bf16", "has_bf16"))
-    monkeypatch.setattr(attention, "CPU_HAS_BF16", has_bf16)
+    options = {"flash": True, "T": 32, "bf16": True, "fast": True} | change
+    T, bf16, fast = (options.pop(name) for name in ("T", "bf16", "fast"))
+    monkeypatch.setattr(attention, "CPU_HAS_FAST_BF16", fast)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr(attention, "fused", lambda function: calls.append(0) or function)
     model = tiny_model(**options)
