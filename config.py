@@ -520,8 +520,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 f"warmup_steps {self.warmup_steps} > max_steps {self.max_steps}: the learning rate "
                 f"only warms up, to {reached:g}"
             )
-        for name in self.model_dump(exclude_defaults=True):
-            if lacking := self.lacks(name):
+        for name, value in self.model_dump(exclude_defaults=True).items():
+            stays_off = not value and not type(self).model_fields[name].default
+            if not stays_off and (lacking := self.lacks(name)):
                 notes.append(f"{name} has no effect: {lacking} is {show(getattr(self, lacking))}")
         return notes + self.weight_notes()
 

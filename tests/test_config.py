@@ -391,6 +391,8 @@ NOTES = """
 --compile_mode max-autotune => compile_mode .. no effect .. compile is off
 --compile --compile_mode max-autotune --warmup_steps 50 => nothing
 --lr_schedule cosine --min_lr 1e-5 => nothing
+--no-recompute_cheap => nothing
+--no-norm_weight => norm_weight .. no effect .. layernorm
 """
 
 
