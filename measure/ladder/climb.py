@@ -27,7 +27,7 @@ START, COMPILE = 7.0, 8.0
 SEARCH = 320.0
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 HEADROOM = 1.25  # memory of a process over its measured peak
-SHORTER = "fewer --rounds (0: none), or -- --max_steps 10; finished runs are kept"
+SHORTER = "fewer --rounds (0: none), or fewer steps: -- --max_steps N; finished runs are kept"
 
 
 def measure_device(name: str) -> Device:
