@@ -36,7 +36,7 @@ from train import train
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
 LADDER = Path("logs/ladder")
-FACTORS = "stage,base,over_base,over_base_low,over_base_high\n"
+FACTORS = "stage,base,over_base,over_base_low,over_base_high,in_place_of_added_bf16\n"
 OFF = ("--rounds", "0")
 
 
@@ -484,7 +484,8 @@ def across(factors, *machines):
 def test_machines_are_set_beside_each_other_and_beside_the_published_factors():
     across(f"{FACTORS}baseline,baseline,1.0,,\nspeedup2,speedup1,3.0,,\n", "server/speedup")
     both = ("server/speedup", "laptop/speedup")
-    text = across(f"{FACTORS}speedup2,speedup1,1.1,1.05,1.2\n", *both)
+    text = across(f"{FACTORS}speedup2,speedup1,1.1,1.05,1.2\nspeedup3,speedup2,0.9,,,fp32\n", *both)
+    assert "speedup3" not in text
     assert "| stage | server | laptop | A100, published | one GPU, published |" in text
     assert "| TF32 (speedup2) | 3.00 | 1.10 (1.05 to 1.20) | 2.44 | 3.00 |" in text
     assert "baseline" not in text
@@ -626,10 +627,12 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch):
     runs = climbed(monkeypatch, found | {"gpus": 2}, "speedup", "--nproc_per_node", "2", *OFF)
     assert "ddp" in runs
     assert not any(run.config.bf16 for run in runs.values())
-    ladder_report.report("ladder", finished("speedup2", "speedup3", bf16=False))
+    slow = finished("speedup2", "speedup3", "speedup4", bf16=False)
+    assert [*figures(slow, "in_place_of_added_bf16").values()] == ["", "fp16", ""]
+    ladder_report.report("ladder", slow)
     for name in ("report.md", "report.html"):
         text = (LADDER / name).read_text()
-        assert "In place of bf16: speedup3 fp16." in text
+        assert "In place of bf16: speedup3 fp16, speedup4 fp16." in text
     assert "bf16 autocast, in fp16 here" in text
 
 

@@ -17,6 +17,7 @@ from measure.ladder.stages import (
     REFERENCE,
     Stage,
     factor,
+    in_place_of_added_bf16,
     in_place_of_bf16,
     published,
     published_factor,
@@ -25,7 +26,6 @@ from measure.ladder.stages import (
 )
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
-from runtime.cli import read_yaml_mapping
 from runtime.errors import UserError
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
@@ -182,6 +182,7 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
             "loss_difference": published_difference(stage, run),  # from the published curve
+            "in_place_of_added_bf16": in_place_of_added_bf16(stage),
         }
     return list(rows.values())
 
@@ -215,8 +216,8 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         card = card_of(stage.name, stage.file, (stage.base or stage).file)
         if precision := in_place_of_bf16(stage):
             instead.append(f"{stage.name} {precision}")
-            if "bf16" in read_yaml_mapping(stage.file):  # its own option, not its base's
-                card = card._replace(title=f"{card.title}, in {precision} here")
+        if precision := in_place_of_added_bf16(stage):
+            card = card._replace(title=f"{card.title}, in {precision} here")
         cards.append(card)
         measured, times = curve(run.log), curve(run.log, "dt_ms")
         curves.append(curve_of(card.title, measured, stage.tokens_per_step, times))
@@ -337,7 +338,7 @@ def across(folders: Sequence[str], out: Path) -> None:
             if not line.keys() >= {"stage", "base", "over_base"}:
                 raise UserError(f"{table}: not the table of a ladder")
             stage, base = line["stage"], line["base"]
-            if stage != base:
+            if stage != base and not line.get("in_place_of_added_bf16"):
                 ends = map(line.get, ("over_base", "over_base_low", "over_base_high"))
                 values = [float(end) for end in ends if end]
                 over_base = Estimate(*values) if values else None
@@ -365,7 +366,8 @@ def across(folders: Sequence[str], out: Path) -> None:
         ],
         [*rows.values()],
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
-        "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`).",
+        "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`). A "
+        "machine that ran another precision in place of bf16 has no factor for bf16.",
         bars="across.png",
         cards=cards,
     )

@@ -285,6 +285,11 @@ def in_place_of_bf16(stage: Stage) -> str:
     return "fp16" if stage.config.fp16 else "fp32"
 
 
+def in_place_of_added_bf16(stage: Stage) -> str:
+    """Return `in_place_of_bf16`, but only if the stage adds bf16; empty if its base has it."""
+    return in_place_of_bf16(stage) if "bf16" in read_yaml_mapping(stage.file) else ""
+
+
 def _same_training(a: Config, b: Config) -> bool:
     """True if two configs compute the same losses, until the shorter run ends."""
     names = {"seed", *CHANGE_LOSS} - {"data_dir"}
