@@ -288,8 +288,8 @@ class RunConfig(Options):
     """
     sample_every: ZeroIsOff = 0
     """steps between generated samples, also after the last step; 0 disables them"""
-    sample_prompt: Annotated[str, Needs("sample_every")] = "The"
-    """prompt of the samples in training"""
+    sample_prompt: Annotated[str, Needs("sample_every")] = ""
+    """prompt of the samples in training; empty begins a document"""
     sample_tokens: Annotated[Count, Needs("sample_every")] = 64
     """tokens generated per sample"""
     sample_temperature: Annotated[NotNegative, Needs("sample_every")] = 0.8

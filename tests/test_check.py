@@ -24,7 +24,16 @@ from measure.preflight.checks import check
 from measure.preflight.estimate import Estimated
 from runtime.cli import load
 from runtime.errors import UserError
-from tests.conftest import ALONE, refused, run_ranks, tiny_run, write_tiny_corpus
+from tests.conftest import (
+    ALONE,
+    WITH_TEXT,
+    flags,
+    refused,
+    run,
+    run_ranks,
+    tiny_run,
+    write_tiny_corpus,
+)
 from train import train
 
 FAST = Estimated(0.1, (True, "disk: enough"))  # the tiny model is checked as it is
@@ -76,6 +85,25 @@ def test_a_run_is_checked_with_the_weights_that_its_name_means(tiny_config, tmp_
     printed = capsys.readouterr().out
     assert "train: 21,984 parameters, " in printed
     assert "parameters: 0 of 17 get no gradient" in printed
+
+
+@pytest.mark.parametrize("estimate_only", [False, True])
+def test_without_its_corpus_a_run_is_estimated_and_one_line_has_the_command_to_write_it(
+    estimate_only, tiny_config, tmp_path
+):
+    words = ["check.py", *flags(tiny_config(dataset="fineweb"))] + ["--estimate"] * estimate_only
+    done = run(*words, cwd=tmp_path, status=0 if estimate_only else 2)
+    problem = f"{tmp_path}/data/fineweb: no such corpus .*write it with: python data/fineweb.py "
+    assert re.search(f"^corpus:  {problem}", done.stdout, re.M)
+    assert done.stdout.splitlines()[-1].startswith("estimated peak: ")
+    expected = "" if estimate_only else f"error: {problem}.*; no check was made, only the estimate"
+    assert re.fullmatch(expected, done.stderr.strip())
+
+
+def test_a_small_corpus_is_written_for_the_estimate(tiny_config, capsys):
+    config = tiny_config(**WITH_TEXT, dataset="pydocs").model_dump(exclude_unset=True)
+    main(load(CheckOptions, config | {"estimate": True}))
+    assert re.search(r"epochs of the [\d,]+ tokens of .*/pydocs", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

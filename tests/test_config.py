@@ -46,7 +46,7 @@ speed: {matmul_precision: highest, tf32: false, bf16: false, fp16: false, compil
   compile_mode: default, flash: false, fused_adamw: false, fsdp: false, recompute: false,
   recompute_cheap: null, loss_chunks: 1}
 run: {device: auto, seed: 1337, run_name: null, log_dir: logs, log_every: 1, eval_every: 0,
-  eval_tokens: null, sample_every: 0, sample_prompt: The, checkpoint_every: 0}
+  eval_tokens: null, sample_every: 0, sample_prompt: "", checkpoint_every: 0}
 """)
 CHOICES = yaml.safe_load("""
 norm: layernorm|rmsnorm

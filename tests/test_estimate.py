@@ -50,7 +50,7 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
     for line in (
         "gpt2_124m: 124,475,904 parameters, on 1 x cpu",
         "9,999,745,024 in 19,073 steps of 524,288",
-        f"{tmp_path}/fineweb is not there yet",
+        f"corpus:  {tmp_path}/fineweb: no such corpus",
         f"{flops:.3g} FLOPs",
         f"time:    about 19 hours, {flops / 1.25e14 / 19073:,.3f} s a step",
         "at 50% MFU of the 250.00 TFLOP/s that a large matmul reaches here, in bfloat16",

@@ -21,6 +21,7 @@ IRRELEVANT = {
     "log_dir",
     "resume",
     "timeout",
+    "sample_prompt",
     "checkpoint_every",
     "keep_last",
     "tensorboard",

@@ -26,7 +26,7 @@ from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
 from model import GPT
 from runtime.device import peak_memory_mb
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, UserError
 from runtime.report import UNKNOWN
 from runtime.runlog import RunFolder
 from runtime.world import World
@@ -63,7 +63,11 @@ def check(config: Config, world: World, estimated: Estimated) -> bool:
 
 def findings(config: Config, world: World, estimated: Estimated, folder: Path) -> Iterator[Finding]:
     """Run the checks one by one. `folder`: for checkpoints, on the disk of the run's own."""
-    loader, val = open_data(config, world, config.n_vocab)
+    try:
+        loader, val = open_data(config, world, config.n_vocab)
+    except UserError as error:
+        error.add_note("no check was made, only the estimate")
+        raise
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)
     seconds = estimated.step_seconds

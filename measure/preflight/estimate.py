@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpoint.files import MODEL, OPTIMIZER, write_tensors
 from checkpoint.weights import adopt_architecture
 from config import LEAST_MFU, MFU, MOST_MFU, Config
-from data.prepare import is_there
+from data.prepare import prepare_if_missing
 from dataloader import open_corpus
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import choose_device, device_name, matmul_tflops
+from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import launch
 from runtime.report import UNKNOWN, about, flops_rate
@@ -59,9 +60,9 @@ class Estimated(NamedTuple):
 def estimate(config: Config, world: World) -> Estimated:
     """Print the run's tokens, compute, hours on this device, epochs, disk and memory.
 
-    Measures device and disk for some seconds; of the run it creates `log_dir` alone. For rank 0.
-    Raises UserError for a precision that this device lacks, and a bad corpus. A device that is too
-    busy to be measured has no hours.
+    Measures device and disk for some seconds; of the run it creates `log_dir` and a small corpus
+    alone. For rank 0. Raises UserError for a precision that this device lacks, and a bad corpus. A
+    missing corpus has no epochs, and a device that is too busy to be measured no hours.
     """
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     model, moments = trace(config, world)
@@ -112,10 +113,15 @@ def describe_hours(config: Config, rate: float | None, step_seconds: float, toke
 
 
 def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
-    """Return a line on the run's epochs. Raises TokenFileError for a bad corpus."""
+    """Return a line on the run's epochs, or on how to write a corpus that is missing.
+
+    Writes a small corpus that is missing. Raises TokenFileError for a bad corpus.
+    """
     folder = Path(config.data_dir) / config.dataset
-    if not is_there(folder):
-        return f"corpus:  {folder} is not there yet"
+    try:
+        prepare_if_missing(folder)
+    except UserError as missing:
+        return f"corpus:  {missing}"
     split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
     epochs = f"{tokens / split.tokens:,.2f} epochs of the {split.tokens:,} tokens of {folder}"
     more = f", which has {val.tokens:,} more for validation" if val.tokens else ""
