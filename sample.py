@@ -20,6 +20,8 @@ class SampleOptions(Options):
     """UTF-8 file of prompts, one per line; an empty line is an empty prompt"""
     interactive: bool = False
     """type prompts, which continue the text so far; Ctrl-C stops an answer, Ctrl-D exits"""
+    stop: str = ""
+    """end each text before this string; in bash, $'\\n' is a line break"""
     max_new_tokens: int = Field(100, ge=1, le=1_000_000)
     """tokens to generate"""
     temperature: float = Field(0.8, ge=0)
@@ -133,7 +135,7 @@ class Sampler:
         try:
             for _ in itertools.chain([None], steps):  # the prompt is printed before the first step
                 ended = list(itertools.takewhile(lambda text: text.ended, texts))
-                whole = f"\n{SEPARATOR}".join(text.string for text in texts[: len(ended) + 1])
+                whole = f"\n{SEPARATOR}".join(text.certain for text in texts[: len(ended) + 1])
                 show(whole[shown:])
                 shown = len(whole)
         finally:
@@ -163,7 +165,7 @@ def show(text: str) -> None:
 def print_texts(sampler: Sampler, options: SampleOptions, prompts: list[str]) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order."""
     texts = [
-        Text(prompt, encode(sampler.model, prompt), seeded(options.seed + i))
+        Text(prompt, encode(sampler.model, prompt), seeded(options.seed + i), options.stop)
         for prompt in prompts
         for i in range(options.num_samples)
     ]
@@ -196,7 +198,7 @@ def converse(sampler: Sampler, options: SampleOptions) -> None:
             context += encode(sampler.model, line_break + line)
         context = context[-room:]
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the answer
-            sampler.write([Text("", context, generator)])
+            sampler.write([Text("", context, generator, options.stop)])
 
 
 def main(options: SampleOptions) -> None:

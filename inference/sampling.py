@@ -159,6 +159,7 @@ class Text:
     string: str  # the prompt, and the characters drawn so far
     tokens: list[int]
     generator: torch.Generator  # draws the next token
+    stop: str = ""  # the text ends before this, if it is not empty; the prompt may contain it
     drawn: int = 0  # number of drawn tokens
     ended: bool = False
     # A character may span tokens: its bytes wait here until it is whole, or the text ends.
@@ -166,14 +167,31 @@ class Text:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
+    def __post_init__(self) -> None:
+        self.prompt = len(self.string)  # number of characters
+
     def append(self, token: int, is_last: bool) -> None:
-        """Add a token; the text ends with the last one, or with <|endoftext|>."""
+        """Add a token; the text ends with the last one, with <|endoftext|>, or before the stop."""
         at_end = token == END_OF_TEXT
         self.tokens.append(token)
         self.drawn += 1
         self.ended = at_end or is_last
         added = b"" if at_end else get_encoding().decode_single_token_bytes(token)
+        before = len(self.string)
         self.string += self.decoder.decode(added, final=self.ended)
+        # The stop may begin in earlier tokens.
+        found = self.string.find(self.stop, max(self.prompt, before - len(self.stop) + 1))
+        if self.stop and found >= 0:
+            self.string, self.ended = self.string[:found], True
+
+    @property
+    def certain(self) -> str:
+        """The string without its last characters if they may be the beginning of the stop."""
+        last = len(self.string)
+        for start in range(max(self.prompt, last - len(self.stop) + 1), last):
+            if not self.ended and self.stop.startswith(self.string[start:]):
+                return self.string[:start]
+        return self.string
 
 
 @torch.no_grad()

@@ -158,6 +158,30 @@ def test_a_character_that_spans_tokens_comes_out_whole_and_a_cut_one_at_the_end(
         assert (text.string, text.ended) == ("a€\ufffd", True)
 
 
+@pytest.mark.parametrize("stop", ["y z", "b x", "€", "ab x€y z"])
+def test_a_text_ends_before_the_first_stop_after_its_prompt_which_may_span_tokens(stop):
+    """What is certain never has to be taken back."""
+    drawn = "ab x€y zab x€y z"
+    tokens = [get_encoding().encode_single_token(bytes([byte])) for byte in drawn.encode()]
+    text, certain = Text(f"ab {stop}", [], seeded(0), stop), [f"ab {stop}"]
+    for token in tokens:
+        if not text.ended:
+            text.append(token, is_last=False)
+            assert text.certain.startswith(certain[-1])
+            certain.append(text.certain)
+    assert text.string == text.certain == f"ab {stop}" + drawn.partition(stop)[0]
+
+
+def test_the_beginning_of_a_stop_waits_until_it_is_none_or_the_text_ends():
+    text, certain = Text("end", [], seeded(0), "ended"), []
+    for character in "ed endenden":
+        token = get_encoding().encode_single_token(character)
+        text.append(token, is_last=len(certain) == 10)
+        certain.append(text.certain)
+    waiting = ["", "ed", "ed ", "ed ", "ed ", "ed ", "ed ", "ed end", "ed end", "ed end"]
+    assert certain == [f"end{text}" for text in [*waiting, "ed endenden"]]
+
+
 def test_another_vocabulary_and_weights_that_are_no_numbers_are_errors_of_the_user(tiny_model):
     model = tiny_model()
     with refused("a vocabulary of 128 is not that of GPT-2's tokenizer"):
@@ -199,6 +223,15 @@ def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_fold
     (run_folder / "prompts.txt").write_bytes(b"na\xefve")
     with refused("--prompt_file prompts.txt: not UTF-8 .*byte 0xef"):
         printed(*words)
+
+
+def test_each_text_of_a_batch_ends_before_the_stop(run_folder, printed):
+    words = ("--num_samples", 4, "--max_new_tokens", 30, "--batch_size", 3)
+    texts = printed(*words).out.removesuffix("\n").split("\n---\n")
+    stop = texts[1][20:23]
+    expected = [text.partition(stop)[0] for text in texts]
+    assert expected[1] != texts[1]
+    assert printed(*words, "--stop", stop).out == "\n---\n".join(expected) + "\n"
 
 
 # with --repetition_penalty 1e-40 the penalized logits and then the probabilities would overflow
