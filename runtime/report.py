@@ -9,29 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Scripts and folders of this project; all others in a checkout are the user's own
-ROOMS = [
-    "bench.py",
-    "check.py",
-    "checkpoint",
-    "config.py",
-    "configs",
-    "data",
-    "dataloader.py",
-    "evaluate.py",
-    "export.py",
-    "inference",
-    "kernels",
-    "ladder.py",
-    "measure",
-    "model.py",
-    "optimizer.py",
-    "runtime",
-    "sample.py",
-    "summary.py",
-    "tests",
-    "train.py",
-]
 
 
 # ---- the machine
@@ -68,14 +45,33 @@ def git_commit() -> str | None:
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
+def project_files(*patterns: str) -> list[Path]:
+    """Return the files that git tracks and that match a pattern, such as "configs/**/*.yaml".
+
+    A user's own files in the checkout are left out. Without git, as in an unpacked archive, these
+    are Python files in folders that are no packages.
+    """
+    tracked = _git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
+    if tracked:
+        # a set, since git lists a file with a merge conflict three times
+        paths = {ROOT / name for name in tracked.strip("\0").split("\0")}
+    else:
+        found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+        paths = {path for path in found if path.suffix != ".py" or _is_module(path)}
+    return sorted(path for path in paths if path.is_file())  # a tracked file may be deleted
+
+
+def _is_module(path: Path) -> bool:
+    """Return True if all folders of a Python file, up to the project's, are packages."""
+    folders = path.relative_to(ROOT).parents[:-1]
+    return all((ROOT / folder / "__init__.py").exists() for folder in folders)
+
+
 def code_hash() -> str:
     """Return a hash of this project's Python files."""
     digest = hashlib.sha256()
-    for room in ROOMS:
-        for path in sorted({ROOT / room, *(ROOT / room).rglob("*.py")}):
-            if path.suffix == ".py":
-                name = path.relative_to(ROOT).as_posix()
-                digest.update(f"{name}\0".encode() + path.read_bytes())
+    for path in project_files("*.py", "*/*.py", "*/*/*.py"):  # ** would search all corpora and runs
+        digest.update(os.fsencode(f"{path.relative_to(ROOT)}\0") + path.read_bytes())
     return digest.hexdigest()[:8]
 
 

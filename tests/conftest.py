@@ -32,7 +32,7 @@ from inference.sampling import Text, grow, seeded
 from measure.interleaved import rounds
 from measure.preflight import estimate
 from model import GPT, GPTConfig
-from runtime import errors, report
+from runtime import errors
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -126,22 +126,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skipif(True, reason="needs a CUDA GPU"))
-
-
-def project_files(*patterns: str) -> list[Path]:
-    """The files that git tracks and that match a pattern, such as "configs/**/*.yaml".
-
-    A user's own scripts and environments in the checkout are left out. Without git, as in a
-    downloaded archive, only names in ROOMS are searched.
-    """
-    tracked = report._git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
-    if tracked:
-        # a set, since git lists a file with a merge conflict three times
-        paths = [report.ROOT / name for name in {*tracked.strip("\0").split("\0")}]
-    else:
-        found = (path for pattern in patterns for path in report.ROOT.glob(pattern))
-        paths = [path for path in found if path.relative_to(report.ROOT).parts[0] in report.ROOMS]
-    return sorted(path for path in paths if path.is_file())  # a tracked file may be deleted
 
 
 @functools.cache

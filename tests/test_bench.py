@@ -27,8 +27,8 @@ from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
 from runtime.errors import TrainingError
-from runtime.report import about, describe_duration, flops_rate
-from tests.conftest import CPU, ROOT, TINY, cases, project_files, refused, run_from_nothing
+from runtime.report import about, describe_duration, flops_rate, project_files
+from tests.conftest import CPU, ROOT, TINY, cases, refused, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
 

@@ -11,16 +11,19 @@ import torch
 
 from runtime import report
 from runtime.device import PINNED_TORCH
-from tests.conftest import ROOT, project_files, run_from_nothing
+from runtime.report import project_files
+from tests.conftest import ROOT, run_from_nothing
 
 REQUIREMENTS = (ROOT / "requirements.txt").read_text()
-# A user's own: environments with files that no linter likes, a script, configs, a curve
+# A user's own: environments with files that no linter likes, data, a script, configs, a curve
 SCRIPT = "from pathlib import Path\n\nif __name__ == '__main__':\n    Path('ran').touch()\n"
 LITTER = {
     "venv/lib/litter.py": "import torch, (",
     "env/litter.py": "(",
     "build/lib/litter.py": "(",
     "dist/litter.py": "(",
+    "data/raw/litter.py": "(",
+    "data/litter.py/litter.bin": "",
     "uv.lock": "",
     "litter.py": SCRIPT,
     "configs/litter.yaml": "lr: 1e-3\n",
@@ -50,6 +53,7 @@ def litter(checkout):
     for name, text in LITTER.items():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text(text)
+    (checkout / "data/raw/broken_link.py").symlink_to("nowhere")
 
 
 def test_a_users_own_files_in_the_checkout_are_not_hashed_and_gitignore_names_usual_folders(
@@ -58,6 +62,7 @@ def test_a_users_own_files_in_the_checkout_are_not_hashed_and_gitignore_names_us
     monkeypatch.setattr(report, "ROOT", checkout)
     version, files = report.code_hash(), project_files("**/*.py", "configs/**/*.yaml")
     assert len(files) > 150
+    assert max(len(path.relative_to(checkout).parts) for path in files) == 3, "as code_hash looks"
     litter(checkout)
     assert report.code_hash() == version
     (checkout / "runtime/cli.py").write_text("1")
@@ -67,7 +72,7 @@ def test_a_users_own_files_in_the_checkout_are_not_hashed_and_gitignore_names_us
     status = ["git", "status", "--porcelain"]
     lines = subprocess.check_output(status, cwd=checkout, text=True).splitlines()
     untracked = [line.removeprefix("?? ") for line in lines if line.startswith("?? ")]
-    assert untracked == sorted(list(LITTER)[5:]), ".gitignore names the other ones"
+    assert untracked == sorted(list(LITTER)[7:]), ".gitignore names the other ones"
 
 
 @pytest.mark.slow
@@ -84,9 +89,9 @@ def test_a_downloaded_archive_without_git_has_the_same_files(checkout, monkeypat
     monkeypatch.setattr(report, "ROOT", checkout)
     patterns = ("**/*.py", "configs/**/*.yaml")
     files, version = project_files(*patterns), report.code_hash()
-    (checkout / "litter.py").write_text(SCRIPT)
-    (checkout / "venv").mkdir()
-    (checkout / "venv/litter.py").write_text("(")
+    litter(checkout)
+    for name in ("litter.py", "configs/litter.yaml", "configs/speedup99_litter.yaml"):
+        (checkout / name).unlink()  # nothing tells these from the project's
     shutil.rmtree(checkout / ".git")
     assert project_files(*patterns) == files
     assert report.code_hash() == version

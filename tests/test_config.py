@@ -20,8 +20,9 @@ from config import (
 )
 from model import GPTConfig
 from runtime.cli import CONFIG_DIR, parse, sections, show
+from runtime.report import project_files
 from runtime.start import parse_command_line
-from tests.conftest import cases, flags, project_files
+from tests.conftest import cases, flags
 
 YAMLS = project_files("configs/**/*.yaml")
 SECTIONS = {

@@ -17,8 +17,9 @@ from runtime import clock as clock_module
 from runtime import recent
 from runtime.files import sha256
 from runtime.recent import Recent
+from runtime.report import project_files
 from runtime.runlog import all_checkpoints, read_rows
-from tests.conftest import at_step, project_files, refused
+from tests.conftest import at_step, refused
 from tests.test_train import column
 
 # ---- a curve

@@ -16,8 +16,8 @@ from measure.peers.__main__ import FIGURES as PEERS
 from measure.report.report import curve_of, write_report
 from runtime.cli import find_config
 from runtime.errors import UserError
-from runtime.report import Estimate
-from tests.conftest import ROOT, project_files
+from runtime.report import Estimate, project_files
+from tests.conftest import ROOT
 from tests.test_ladder import EPYC, RESULTS, climb, table
 
 SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]

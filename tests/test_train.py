@@ -34,6 +34,7 @@ from optimizer import learning_rate
 from runtime.cli import ConfigError, parse
 from runtime.device import check_attention, check_compiler, slowdown
 from runtime.errors import TrainingError, UserError
+from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
 from sample import SampleOptions, Sampler
@@ -45,7 +46,6 @@ from tests.conftest import (
     at_step,
     fast_precision,
     folder_of,
-    project_files,
     run_ranks,
 )
 from train import setup, train, train_step
