@@ -258,7 +258,16 @@ def _parse_yaml(text: str) -> Any:
 
 
 class _StringLoader(yaml.BaseLoader):
-    """Leave every scalar a string, and refuse a key that is set twice."""
+    """Leave every scalar a string; refuse a key that is set twice, and aliases, which may expand
+    to gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not allowed", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: list[Any] = []

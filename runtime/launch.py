@@ -5,6 +5,7 @@ This imports nothing of the project, and not torch: reading the options needs it
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 
@@ -25,7 +26,7 @@ class Launch:
 
 
 def launch() -> Launch:
-    """Read torchrun's environment."""
+    """Read torchrun's environment. A mistake in it ends the process: printing needs the rank."""
     world_size = _number("WORLD_SIZE", 1)
     alone = Launch(
         by_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
@@ -44,12 +45,21 @@ def launch() -> Launch:
         local_world_size=_number("LOCAL_WORLD_SIZE", max(1, world_size // agents)),
         agents=agents,
         restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchrun_keeps_store else "",
-        address=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+        address=f"{os.environ.get('MASTER_ADDR')}:{_number('MASTER_PORT', 0)}",
     )
 
 
 def _number(name: str, default: int) -> int:
-    return int(os.environ.get(name) or default)
+    """Return a variable's whole number; 0 and "" mean the default."""
+    text = os.environ.get(name) or "0"
+    if not text.isdecimal():
+        print(
+            f"error: environment variable {name}: has to be a whole number, not {text!r}; correct "
+            "or unset it",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    return int(text) or default
 
 
 def threads_are_chosen() -> bool:

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import datetime
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -150,12 +152,13 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             f"was started alone by mistake: unset WORLD_SIZE",
             file=sys.stderr,
         )
-    limit = datetime.timedelta(seconds=timeout)
+    limit, begun = datetime.timedelta(seconds=timeout), time.monotonic()
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
     try:
-        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+        with _stderr_discarded():
+            store, rank, world_size = next(rendezvous("env://", timeout=limit))
         # torchrun may keep its store through restarts, with entries of the earlier ranks
         store = dist.PrefixStore(f"restart {started.restart}", store)
         dist.init_process_group(
@@ -170,10 +173,26 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
         reason = kind_of_failure(error)[1].rstrip(".")
         raise TrainingError(
             f"the {started.world_size} ranks of this run cannot meet at {started.address}: "
-            f"{reason}. All ranks have to run, on the same kind of device, and to reach that "
-            f"address through the network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
-            f"no other program may use its port"
+            f"{reason}, after {time.monotonic() - begun:.0f} s. All ranks have to run, on the same "
+            f"kind of device, and to reach that address through the network interface in "
+            f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; no other program may use its port"
         ) from None
+
+
+@contextlib.contextmanager
+def _stderr_discarded() -> Iterator[None]:
+    """Discard stderr: PyTorch prints 20 lines of C++ frames there before it raises an error."""
+    if not sys.stderr:  # closed: another file may have its number
+        yield
+        return
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _check_match(world: World, must_match: Mapping[str, Any]) -> World:

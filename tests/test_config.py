@@ -205,6 +205,7 @@ lr: 1\n---\nlr: 2 => f.yaml: not valid YAML .. line 2
 lr => f.yaml: .. must hold lines of the form `option: value`
 lr: 1\nbias: no\nlr: 2 => f.yaml: not valid YAML: 'lr' is set twice .. line 3
 lr: 1 # \xe9\n => f.yaml: .. utf-8
+lr: &a 1\nmin_lr: *a => f.yaml: not valid YAML: aliases (*name) are not allowed .. line 2
 lr: \0 => f.yaml: .. #x0000
 data_dir: "caf\\udce9" => f.yaml: data_dir: input should be a valid string
 """

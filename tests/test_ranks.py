@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from config import Config
 from runtime.errors import TrainingError
 from runtime.launch import Launch, launch
+from runtime.start import parse_command_line
 from runtime.world import World, joined_world
 from tests.conftest import CPU, ROOT, flags, log, run_ranks, torchrun, wait_for
 from tests.test_resume import needs_proc
@@ -40,7 +42,19 @@ def test_pytorchs_own_reason_is_kept_if_the_environment_is_incomplete(environmen
     cannot_join("cannot meet at .*environment variable RANK expected, but not set")
 
 
-@pytest.mark.parametrize("size", ["", "1"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("text", ["two", "-3", "1.0"])
+def test_a_variable_of_torchrun_that_is_no_whole_number_is_one_line(
+    name, text, environment, capsys
+):
+    environment(**{name: text})
+    with pytest.raises(SystemExit, match="2"):
+        parse_command_line(Config, [])
+    line = f"error: environment variable {name}: has to be a whole number, not {text!r}; "
+    assert capsys.readouterr() == ("", f"{line}correct or unset it\n")
+
+
+@pytest.mark.parametrize("size", ["", "0", "1"])
 def test_a_rank_left_over_from_another_call_does_not_count_where_there_is_one_process(
     size, environment
 ):
@@ -57,8 +71,11 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
         taken.bind(("::", 0))
         port = str(taken.getsockname()[1])
         environment(RANK=rank, MASTER_PORT=port)
-        cannot_join(f"2 ranks of this run cannot meet at localhost:{port}: {reason}")
-    assert capfd.readouterr().err.startswith(f"rank {rank} waits at localhost:{port} for the other")
+        cannot_join(
+            f"2 ranks of this run cannot meet at localhost:{port}: {reason}.*, after \\d+ s"
+        )
+    (line,) = capfd.readouterr().err.splitlines()  # and no C++ frames
+    assert line.startswith(f"rank {rank} waits at localhost:{port} for the other")
 
 
 # ---- one of them fails
