@@ -1,8 +1,9 @@
-"""Read documents of text, JSON lines and parquet files, and tokens of other trainers' token files,
-piece by piece, without a whole file in memory.
+"""Read documents of text, JSON lines, parquet and CSV files, and tokens of other trainers' token
+files, piece by piece, without a whole file in memory.
 """
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -10,7 +11,7 @@ import re
 import reprlib
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ import numpy as np
 from data.manifest import UNFINISHED
 from data.token_file import HEADER_BYTES, MAGIC, TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, chunks
-from runtime.errors import in_a_line
+from runtime.errors import UserError, in_a_line
 
 # The kind of a file by the ending of its name; all other files are text.
 KIND = re.compile(
-    r"\.(?:(?P<row>parquet)|(?P<tokens>bin|npy)|(?P<line>jsonl?|ndjson)(?:\.gz|\.zst)?)$",
+    r"\.(?:(?P<row>parquet)|(?P<tokens>bin|npy)"
+    r"|(?:(?P<line>jsonl?|ndjson)|(?P<record>csv|tsv))(?:\.gz|\.zst)?)$",
     re.IGNORECASE,
 )
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
@@ -61,7 +63,7 @@ class BadRecords:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file: row (parquet), line (JSON lines), tokens or text."""
+    """Return the kind of a file: row (parquet), line (JSON), record (CSV), tokens or text."""
     match = KIND.search(path.name)
     return str(match.lastgroup) if match else "text"
 
@@ -71,12 +73,13 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
 
     In folders, hidden files are skipped. So are .json files, which mostly describe the data, binary
     files, broken links and, beside token files, all other files; a note names one. Raises
-    TokenFileError for a folder without a usable file, and for a pipe; OSError for a missing file or
-    a folder that cannot be read.
+    TokenFileError for a folder without a usable file, for a pipe, and for a file or folder that is
+    missing or cannot be read.
     """
     sources: dict[str, Path] = {}
     for name in named:
-        name.stat()
+        with reading(name):
+            name.stat()
         usable = [name]
         if name.is_dir():
             found = _files_below(name)
@@ -89,7 +92,7 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
             )
             if not usable:
                 raise TokenFileError(
-                    f"{name}: no text, JSON lines, parquet or token files in this folder ({note})"
+                    f"{name}: no text, JSON lines, parquet, CSV or token files here ({note})"
                 )
             if left_out:
                 print(f"note: {name}: {note}", file=sys.stderr)
@@ -104,11 +107,13 @@ def _files_below(folder: Path) -> list[Path]:
     """Return the files below a folder that are not hidden, through links too, sorted by path.
 
     Without unfinished corpora, and without the copies that a cache of Hugging Face has under other
-    names. Raises OSError, and TokenFileError for a name that cannot be written as UTF-8.
+    names. Raises TokenFileError for a folder that cannot be read, and for a name that cannot be
+    written as UTF-8.
     """
 
     def fail(error: OSError) -> None:
-        raise error
+        with reading(Path(error.filename)):
+            raise error
 
     found, seen = list[Path](), set[str]()
     for where, folders, names in os.walk(folder, onerror=fail, followlinks=True):
@@ -144,7 +149,9 @@ def reading(path: Path) -> Iterator[None]:
     """Turn errors of reading a file into a TokenFileError."""
     try:
         yield
-    except (OSError, EOFError, ValueError) as error:  # pyarrow's are ValueErrors
+    except UserError:
+        raise
+    except Exception as error:  # a library may raise anything if the content is not as it expects
         problem = f"cut short or damaged ({in_a_line(error)}); fetch or write it again"
         if isinstance(error, OSError) and error.errno:
             problem = f"cannot be read: {os.strerror(error.errno)}"
@@ -156,22 +163,24 @@ def reading(path: Path) -> Iterator[None]:
 def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords) -> Iterator[Piece]:
     """Read the documents of a file.
 
-    `column`: the key of JSON lines, or the column of a parquet file, with the text; records without
-    text go to `bad`. `separator`: the text between the documents of a text file; without it, the
-    file is one document. Raises TokenFileError for a file that cannot be read.
+    `column`: the key of JSON lines, or the column of a parquet or CSV file, with the text; records
+    without text go to `bad`. `separator`: the text between the documents of a text file, with the
+    line ends around it; without it, the file is one document. Raises TokenFileError for a file that
+    cannot be read.
     """
     kind = kind_of(path)
     with reading(path):
         if kind == "tokens":
             yield from _read_tokens(path)
         elif kind == "text" and separator:
-            for document in _split(_read_text(path), separator):
+            for document in _split(_read_text(path), separator.replace("\r\n", "\n")):
                 if document.strip():
-                    yield from _cut([document])
+                    yield from _cut([document.strip("\n")])
         elif kind == "text":
             yield from _cut(_read_text(path))
         else:
-            records = _read_rows(path, column) if kind == "row" else _read_lines(path)
+            read = _read_rows if kind == "row" else _read_csv
+            records = _read_lines(path) if kind == "line" else read(path, column)
             for number, record in enumerate(records, 1):
                 text = record.get(column) if isinstance(record, dict) else None
                 if isinstance(text, str):
@@ -182,7 +191,7 @@ def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords)
 
 def _describe(record: Any, column: str) -> str:
     if isinstance(record, Exception):
-        return f"not JSON: {in_a_line(record)}"
+        return f"cannot be read: {in_a_line(record)}"
     return f'no text under "{column}" (--text_column) in {reprlib.repr(record)}'
 
 
@@ -202,11 +211,13 @@ def _cut(texts: Iterable[str]) -> Iterator[Piece]:
         yield Piece(chunk, int(i == 0))
 
 
-def _read_text(path: Path) -> Iterator[str]:
-    """Decode a text file, a megabyte at a time, without a byte order mark; keep its line ends."""
-    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as file:
+def _read_text(path: Path, by_line: bool = False) -> Iterator[str]:
+    """Decode a text file, a megabyte or a line at a time, without a byte order mark. The line ends
+    of Windows and old Macs become "\\n", as in sample.py's --prompt_file.
+    """
+    with io.TextIOWrapper(_open(path), "utf-8-sig") as file:
         try:
-            while text := file.read(2**20):
+            while text := file.readline() if by_line else file.read(2**20):
                 if "\0" in text:
                     raise UnicodeError("NUL, as in binary files and UTF-16")
                 yield text
@@ -218,12 +229,17 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
-    """Split a text, which arrives in parts, at each separator."""
-    rest = ""
+    """Split a text, which arrives in parts, at each separator. Each part is searched once."""
+    begun, rest = list[str](), ""  # `rest` may end within a separator, `begun` does not
     for text in texts:
         *documents, rest = (rest + text).split(separator)
-        yield from documents
-    yield rest
+        for document in documents:
+            yield "".join([*begun, document])
+            begun = []
+        searched = max(0, len(rest) - len(separator) + 1)
+        begun.append(rest[:searched])
+        rest = rest[searched:]
+    yield "".join([*begun, rest])
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
@@ -248,13 +264,40 @@ def _read_rows(path: Path, column: str) -> Iterator[Any]:
 
     # With the defaults a whole row group would be in memory.
     opened = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
-    names = opened.schema_arrow.names
+    _check_column(path, column, opened.schema_arrow.names)
+    for batch in opened.iter_batches(ROWS, columns=[column], use_threads=False):
+        for value in batch.column(0):
+            try:
+                yield {column: value.as_py()}
+            except ValueError as error:  # not UTF-8
+                yield error
+
+
+def _read_csv(path: Path, column: str) -> Iterator[Any]:
+    """Read a CSV or TSV file, whose first row has the names of the columns, row by row. Yield ""
+    for a blank row, and an error for a row of another length.
+    """
+    csv.field_size_limit(2**31 - 1)  # the default is 131,072 characters
+    delimiter = "\t" if ".tsv" in path.name.lower() else ","
+    rows = csv.reader(_read_text(path, by_line=True), delimiter=delimiter, strict=True)
+    try:
+        names = next(rows, [])
+        _check_column(path, column, names)
+        for row in rows:
+            if row and len(row) != len(names):
+                yield ValueError(f"{len(row)} fields, not {len(names)}: {reprlib.repr(row)}")
+            else:
+                yield dict(zip(names, row, strict=True)) if row else ""
+    except csv.Error as error:  # rows after a wrong quote may be lost, so --skip_bad does not apply
+        raise ValueError(f"line {rows.line_num}: {error}") from None
+
+
+def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
+    """Raise TokenFileError unless there is one column of this name."""
     if names.count(column) != 1:
         raise TokenFileError(
             f'{path}: no column "{column}", or several; choose one of {names} with --text_column'
         )
-    for batch in opened.iter_batches(ROWS, columns=[column], use_threads=False):
-        yield from batch.to_pylist()
 
 
 def _read_tokens(path: Path) -> Iterator[Piece]:
@@ -264,7 +307,7 @@ def _read_tokens(path: Path) -> Iterator[Piece]:
             f"{path}: its tokens are not GPT-2's but of the vocabulary in meta.pkl; give the text"
         )
     if path.suffix.lower() == ".npy":
-        tokens = np.load(path, mmap_mode="r").reshape(-1)
+        tokens = np.lib.format.open_memmap(path, mode="r").reshape(-1)
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype}, not integers")
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.files import atomic_folder, flush_to_disk, sole_writer
+from runtime.files import atomic_folder, flush_to_disk, sole_writer, writing
 
 MAGIC = 20240520
 VERSION = 1
@@ -52,8 +52,9 @@ def write_token_file(path: Path, parts: Iterable[Tokens]) -> int:
     token that does not fit uint16.
     """
     tokens = np.concatenate([np.asarray(part, "<u2") for part in parts])
-    path.write_bytes(header(tokens.size) + tokens.tobytes())
-    flush_to_disk(path)
+    with writing(path):
+        path.write_bytes(header(tokens.size) + tokens.tobytes())
+        flush_to_disk(path)
     return tokens.size
 
 
@@ -76,14 +77,15 @@ def write_corpus(folder: Path, parts: Iterable[Tokens]) -> int:
 def new_corpus(folder: Path) -> Iterator[None]:
     """Make this process the only writer of a new corpus (see `sole_writer`).
 
-    Raises TokenFileError if the folder exists, UserError if another process is writing it, OSError
-    if it cannot be written.
+    Raises TokenFileError if the folder or a link exists, UserError if another process is
+    writing it, OSError if it cannot be written.
     """
+    there = TokenFileError(f"{folder}: is there already; choose another name or delete it first")
+    if folder.is_symlink():  # perhaps a broken one, with no folder for the lock
+        raise there
     with sole_writer(folder):
         if folder.exists():
-            raise TokenFileError(
-                f"{folder}: is there already; choose another name or delete it first"
-            )
+            raise there
         yield
 
 

@@ -3,7 +3,9 @@ kill -9 at any moment.
 """
 
 import contextlib
+import csv
 import gzip
+import io
 import itertools
 import json
 import multiprocessing
@@ -21,7 +23,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from data import fineweb, text
+from data import fineweb, sources, text
 from data.fineweb import FinewebOptions
 from data.manifest import unfinished_folder
 from data.prepare import prepare_if_missing
@@ -102,15 +104,32 @@ def test_the_tokens_of_every_format_are_tiktokens_and_fill_the_token_files(name)
     assert {*[*sizes.values()][:-1]} == {5000}
     assert [*MINE.parent.iterdir()] == [MINE]  # neither a lock nor a part of it
     with refused("mine: is there already; choose another name or delete it first"):
-        written(name)
+        written(name, shard_tokens=4000)
 
 
-def test_a_file_of_any_other_ending_is_a_document_with_its_line_ends_and_no_byte_order_mark():
+@pytest.mark.parametrize("name", ["a.csv", "b.TSV", "c.csv.gz", "d.tsv.zst"])
+def test_each_row_of_a_csv_file_is_a_document_with_quotes_line_ends_and_any_length(name):
+    documents = [text for text in texts(100) if "\0" not in text] + ['a "quote", and a comma']
+    file = io.StringIO()
+    rows = csv.writer(file, "excel-tab" if "tsv" in name.lower() else "excel")  # ends with \r\n
+    rows.writerows([("id", "text"), *enumerate(documents), ()])
+    content = b"\xef\xbb\xbf" + file.getvalue().encode()
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    Path(name).write_bytes(pack(content))
+    plain = [document.replace("\r\n", "\n") for document in documents]
+    assert written(name, val_every=10) == expected(
+        text for i, text in enumerate(plain, 1) if i % 10
+    )
+    assert split_tokens(split="val") == expected(plain[9::10])
+
+
+def test_a_file_of_any_other_ending_is_a_document_without_byte_order_mark_and_windows_line_ends():
     documents = ["a longer text of words. " * 70_000, "One.\r\nTwo.\r\n", "naïve 😀", "", " "]
     names = ["0.md", "1.txt", "2", "3.py", "4.txt.gz"]
     for i, (name, document) in enumerate(zip(names, documents, strict=True)):
         packed = gzip.compress if name.endswith(".gz") else bytes
         Path(name).write_bytes(packed(b"\xef\xbb\xbf" * (i % 2) + document.encode()))
+    documents[1] = "One.\nTwo.\n"
     assert written(*names, shard_tokens=10**9) == expected(documents)
 
 
@@ -177,12 +196,35 @@ def test_a_separator_divides_a_text_file_into_documents(capsys):
     stories = ["Once.\n", *[f"\nA story {i}. " * 4000 + "\n" for i in range(25)], "\nEnd."]
     path = Path("stories.txt")
     path.write_text(SEPARATOR.join([*stories, "\n"]))  # across the megabytes that are read
+    stories = [story.strip("\n") for story in stories]
     assert written(path, shard_tokens=10**9, separator=SEPARATOR) == expected(stories)
     assert "note" not in capsys.readouterr().err
     written(path, folder=Path("data/one"))
     (note,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
     assert note.endswith("start again with --separator '<|endoftext|>'")
     assert split_tokens(Path("data/one")).count(END_OF_TEXT) == 1
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
+def test_a_separator_of_line_ends_divides_a_file_with_the_line_ends_of_windows(separator):
+    Path("a.txt").write_bytes(b"one\r\n1\r\n\r\n\r\ntwo\r\n\r\n")
+    assert written("a.txt", separator=separator) == expected(["one\n1", "two"])
+
+
+def test_each_part_of_a_text_is_searched_once_for_a_separator_which_may_cross_parts():
+    searched = list[int]()
+
+    class Part(str):
+        def __radd__(self, rest):
+            searched.append(len(rest) + len(self))
+            return str(rest) + str(self)
+
+    text = "".join(random.Random(1).choices("ab", k=5000))
+    for separator in ("b", "ab", "aab", "babab", "a" * 40):
+        parts = [text[i : i + 7] for i in range(0, len(text), 7)]
+        assert [*sources._split(parts, separator)] == text.split(separator)
+    assert [*sources._split(map(Part, ["x" * 1000] * 50), "--")] == ["x" * 50_000]
+    assert max(searched) == 1001
 
 
 # ---- token files of others
@@ -207,6 +249,7 @@ BAD_TOKENS = {
     (0, 50257): r"token 1 has the id 50257, beyond GPT-2's vocabulary of",
     (-1,): "token 0 has the id -1",
     (0.0,): "float64, not integers",
+    (None,): "Python objects in dtype",
 }
 
 
@@ -222,6 +265,26 @@ def test_nanogpts_character_level_tokens_are_refused():
     Path("meta.pkl").touch()
     with refused("train.bin: its tokens are not GPT-2's but of the vocabulary in meta.pkl"):
         written("train.bin")
+
+
+HEADERS = ["{'descr': '<u2', 'fortran_order': False, 'shape': (4", "(" * 5000, "[]\n", "\0\n"]
+SHAPE = "{{'descr': '<u2', 'fortran_order': False, 'shape': ({},), }}\n"
+HEADERS += [SHAPE.format(n) for n in (-4, 10**30)]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header[-20:])
+def test_a_npy_file_with_an_odd_header_is_one_line(header):
+    magic = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little")
+    Path("x.npy").write_bytes(magic + header.encode() + bytes(9))
+    with refused(rf"^x.npy: {CUT}"):
+        written("x.npy")
+
+
+def test_an_npz_file_named_npy_is_one_line():
+    np.savez("x.npz", [1, 2])
+    Path("x.npz").rename("x.npy")
+    with refused(r"^x.npy: cut short or damaged \(ValueError: the magic string is not correct"):
+        written("x.npy")
 
 
 # ---- interruptions
@@ -369,7 +432,8 @@ def test_a_bad_file_is_one_line_that_names_it_and_leaves_nothing_behind(name):
 
 LINE = b'{"text": "good"}\n'
 BAD_LINES = {
-    b'{"text": "bad"': "not JSON: JSONDecodeError: Expecting ',' delimiter",
+    b'{"text": "bad"': "cannot be read: JSONDecodeError: Expecting ',' delimiter",
+    b"[" * 99_999: "cannot be read: RecursionError: maximum recursion depth exceeded",
     b'["text"]': """no text under "text" (--text_column) in ['text']""",
     b'{"text": 1.5}': """no text under "text" (--text_column) in {'text': 1.5}""",
 }
@@ -406,18 +470,55 @@ def test_a_parquet_file_without_the_column_or_with_a_null_says_what_there_is():
     assert written("b.parquet", skip_bad=1) == expected(["good", "good"])
 
 
+def test_a_parquet_row_that_is_not_utf8_can_be_left_out():
+    column = pyarrow.array([b"good", b"na\xefve", b"good"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), "a.parquet")
+    with refused("a.parquet: row 2: cannot be read: UnicodeDecodeError: .*--skip_bad N"):
+        written("a.parquet")
+    assert written("a.parquet", skip_bad=1) == expected(["good", "good"])
+
+
+def test_a_csv_file_without_the_column_or_with_a_row_of_another_length_says_what_there_is():
+    path = Path("a.csv")
+    path.write_text("id,text\n1,good\n2,a comma, unquoted\n3\n\n4,good\n")
+    with refused(r"""a\.csv: no column "body", .* one of \['id', 'text'\] with --text_column"""):
+        written(path, text_column="body")
+    with refused(r"a\.csv: record 2: cannot be read: ValueError: 3 fields, not 2: .*--skip_bad N"):
+        written(path)
+    assert written(path, skip_bad=2) == expected(["good", "good"])
+    path.write_text('id,text\n1,good\n2,"never closed\n3,lost\n')
+    with refused(r"a\.csv: cut short or damaged \(ValueError: line 4: unexpected end of data\)"):
+        written(path, skip_bad=9, folder=Path("data/other"))
+    path.write_text("")
+    with refused(r"""a\.csv: no column "text", or several; choose one of \[\]"""):
+        written(path, folder=Path("data/other"))
+
+
 def test_nothing_to_train_on_is_an_error():
     Path("raw").mkdir()
-    with refused(r"raw: no text, JSON lines, parquet or token files in this folder \(empty\)"):
+    with refused(r"raw: no text, JSON lines, parquet, CSV or token files here \(empty\)"):
         written("raw")
     Path("raw/a.png").write_bytes(b"\0")
-    with refused(r"in this folder \(1 files left out, such as raw/a\.png\)"):
+    with refused(r"here \(1 files left out, such as raw/a\.png\)"):
         written("raw")
     with refused("mine: too short to train on: 50 documents have 50 tokens for training and 0 for"):
         written(write(A, [""] * 50))
     with refused("too short to train on: .* 0 tokens for training"):
         written(write(A, ["text"]), val_every=1)
     assert not [*MINE.parent.glob("*")]
+
+
+def test_a_broken_link_in_the_corpuss_place_is_refused_before_any_work():
+    Path("data").mkdir()
+    MINE.symlink_to("far/away")
+    with refused("data/mine: is there already; choose another name or delete it first"):
+        written(write(A, texts(10)))
+    assert [*MINE.parent.iterdir()] == [MINE]
+
+
+def test_a_missing_source_is_bad_input(tmp_path):
+    done = run_from_nothing("data/text.py", "no.txt", cwd=tmp_path, status=2)
+    assert done.stderr == "error: no.txt: cannot be read: No such file or directory\n"
 
 
 # ---- training on it
