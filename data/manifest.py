@@ -62,6 +62,7 @@ class Source(pydantic.BaseModel):
     file: str = ""
     sha256: str = ""
     documents: int = 0
+    characters: int = 0
     skipped: int = 0
     tokens: dict[str, int] = {"train": 0, "val": 0}
 

@@ -12,10 +12,12 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -123,6 +125,21 @@ def test_each_row_of_a_csv_file_is_a_document_with_quotes_line_ends_and_any_leng
     assert split_tokens(split="val") == expected(plain[9::10])
 
 
+def test_the_same_command_again_finds_the_corpus_finished_if_its_files_and_options_are_the_same(
+    tmp_path,
+):
+    """A kill between the last rename and the exit leaves a finished corpus."""
+    A.write_bytes(LINE * 9)
+    command = ("data/text.py", "a.jsonl", "--name", "mine", "--skip_bad", "3")
+    first, again = (run_from_nothing(*command, cwd=tmp_path) for _ in range(2))
+    assert again.stdout == first.stdout
+    assert again.stderr == "note: data/mine is there already, from the same files\n"
+    there = "error: data/mine: is there already; choose another name or delete it first\n"
+    assert run_from_nothing(*command, "--val_every=3", cwd=tmp_path, status=2).stderr == there
+    A.write_bytes(LINE * 8)
+    assert run_from_nothing(*command, cwd=tmp_path, status=2).stderr == there
+
+
 def test_a_file_of_any_other_ending_is_a_document_without_byte_order_mark_and_windows_line_ends():
     documents = ["a longer text of words. " * 70_000, "One.\r\nTwo.\r\n", "naïve 😀", "", " "]
     names = ["0.md", "1.txt", "2", "3.py", "4.txt.gz"]
@@ -205,6 +222,24 @@ def test_a_separator_divides_a_text_file_into_documents(capsys):
     assert split_tokens(Path("data/one")).count(END_OF_TEXT) == 1
 
 
+@pytest.mark.parametrize(
+    ("separator", "advice"),
+    [(r"\n", r"; for a line end, bash takes --separator $'\n'"), ("----", "")],
+)
+def test_a_separator_that_divides_nothing_is_noted_with_the_spelling_that_bash_takes(
+    separator, advice, capsys
+):
+    Path("a.txt").write_text("one\ntwo\n")
+    Path("b.txt").write_text("three\n")
+    assert written("a.txt", "b.txt", separator=separator) == expected(["one\ntwo", "three"])
+    divides = f"--separator {separator!r} divides no text file: each is one document"
+    assert capsys.readouterr().err == f"note: {divides}{advice}\n"
+    assert written("a.txt", "b.txt", separator="\n", folder=Path("data/lines")) == expected(
+        ["one", "two", "three"]
+    )
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
 def test_a_separator_of_line_ends_divides_a_file_with_the_line_ends_of_windows(separator):
     Path("a.txt").write_bytes(b"one\r\n1\r\n\r\n\r\ntwo\r\n\r\n")
@@ -225,6 +260,28 @@ def test_each_part_of_a_text_is_searched_once_for_a_separator_which_may_cross_pa
         assert [*sources._split(parts, separator)] == text.split(separator)
     assert [*sources._split(map(Part, ["x" * 1000] * 50), "--")] == ["x" * 50_000]
     assert max(searched) == 1001
+
+
+def test_the_last_line_has_the_characters_of_a_token_unless_tokens_were_copied(capsys):
+    Path("a.txt").write_text("hello hello")
+    Path("b.txt").write_text(" hello")
+    written("a.txt", "b.txt")
+    assert "of 2 documents in data/mine, 0 of them for validation, 5.67 char" in (
+        capsys.readouterr().out
+    )
+    write_token_file(Path("c.bin"), [[10]])
+    written("a.txt", "c.bin", folder=Path("data/copied"))
+    assert "for validation; train" in capsys.readouterr().out
+
+
+def test_progress_is_printed_by_time(monkeypatch, capsys):
+    monkeypatch.setattr(text, "BATCH", 10)
+    Path("a.txt").write_text("one\ntwo\nthree")
+    clock = itertools.count(step=3)
+    monkeypatch.setattr(text, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    written("a.txt", separator="\n")
+    lines = ["0 of 1 files, 4 tokens", "1 of 1 files, 6 tokens"]
+    assert capsys.readouterr().err.splitlines() == [f"data/mine: {line}" for line in lines]
 
 
 # ---- token files of others
@@ -322,6 +379,23 @@ def test_killed_at_any_file_operation_the_same_command_resumes_to_the_same_bytes
     assert kills >= 5
     assert content(MINE) == undisturbed
     assert not UNFINISHED.exists()
+
+
+def small_files_only():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))  # fails as a full disk does
+
+
+WRITE = """from pathlib import Path; from data.token_file import write_corpus
+from runtime.errors import reported
+with reported(): write_corpus(Path("data/mine"), [range(9999)])"""
+
+
+@pytest.mark.parametrize("command", [("data/text.py", "mine.txt"), ("-c", WRITE)], ids=str)
+def test_a_full_disk_is_told_with_the_file_in_the_corpuss_folder(command, tmp_path):
+    Path("mine.txt").write_text("a word " * 10_000)
+    full = run(*command, cwd=tmp_path, before=small_files_only, status=1).stderr
+    file = r"data/\.?mine\.unfinished.*/mine_train_000000\.bin"
+    assert re.fullmatch(f"error: {file}: cannot be written: File too large\n", full)
 
 
 @contextlib.contextmanager
@@ -506,6 +580,14 @@ def test_nothing_to_train_on_is_an_error():
     with refused("too short to train on: .* 0 tokens for training"):
         written(write(A, ["text"]), val_every=1)
     assert not [*MINE.parent.glob("*")]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".x", "a.unfinished.tmp", "/x"])
+def test_a_name_that_is_not_a_plain_folder_of_the_corpora_is_refused(name):
+    Path("a.txt").write_text("text")
+    with refused(f"--name {name}: has to be a plain folder name, without /, "):
+        text.main(text.TextOptions(sources=("a.txt",), name=name))
+    assert [*Path().iterdir()] == [Path("a.txt")]
 
 
 def test_a_broken_link_in_the_corpuss_place_is_refused_before_any_work():
