@@ -1,16 +1,20 @@
 """Peers: what is one, equal first losses, and whole comparisons of tiny models."""
 
 import json
+import re
 import sys
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Config
 from measure.interleaved.comparison import Comparison
 from measure.peers import __main__ as peers
 from measure.peers import generate
+from measure.peers import side as peers_side
 from measure.peers.__main__ import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
@@ -22,10 +26,11 @@ from measure.peers.__main__ import (
     plan,
     rows_of,
 )
-from measure.peers.side import build_peer, loss_of, matmuls_of
+from measure.peers.side import PeerConfig, build_peer, loss_of, matmuls_of, training_step
 from runtime.cli import parse
 from runtime.errors import TrainingError
-from tests.conftest import refused
+from tests.conftest import ALONE, CPU, refused
+from train import setup, train_step
 
 # a small file in nanoGPT's manner
 PEER = """
@@ -139,11 +144,64 @@ def test_peers_have_our_loss_and_our_gradients_from_equal_weights(options, peer,
         loss = loss_of(path, model, x, y)
         loss.backward()
         found.append((loss.item(), model.transformer.h[1].mlp.c_fc.weight.grad))
-    # transformers keeps (in, out); the file's model has padding rows in its softmax
+    # transformers keeps (in, out); only ours leaves padding rows out of its softmax
     (loss, transposed), *others = found
     for their_loss, grad in others:
         assert their_loss == pytest.approx(loss, abs=2e-3)
         assert torch.allclose(transposed.t(), grad, atol=1e-5, rtol=0.02)
+
+
+@pytest.fixture(params=["transformers", "a file"])
+def sides(request, options, peer, tmp_path, monkeypatch):
+    """Returns our run and a peer's training step with these options, from equal weights."""
+    monkeypatch.setattr(peers_side, "without_end", lambda config: config)  # keeps the rates
+    tanh = peer(("F.gelu(self.c_fc(x))", 'F.gelu(self.c_fc(x), approximate="tanh")'))
+
+    def build(**more):
+        config = our_config(options.model_copy(update=more))
+        name = tanh if request.param == "a file" else request.param
+        check_peers([name], config, tmp_path)
+        values = config.model_dump() | {"init_from": str(tmp_path), "peer": name}
+        theirs = training_step(PeerConfig(**values), CPU)
+        return setup(config.with_options(init_from=str(tmp_path)), ALONE), theirs
+
+    return build
+
+
+def test_the_second_loss_of_a_peer_is_ours_so_it_clips_decays_and_learns_alike(sides):
+    """With a large eps, AdamW's first update depends on the size of the gradient."""
+    strong = {"grad_clip": 0.05, "lr": 0.02, "weight_decay": 2.0, "eps": 1e-3}
+    rates = {"lr_schedule": "constant", "warmup_steps": 0}
+    ours, theirs = sides(vocab_size=128, **strong, **rates)  # no padding
+    losses = [(train_step(ours, step).loss.item(), theirs()["loss"].item()) for step in (1, 2)]
+    for our_loss, their_loss in losses:
+        assert their_loss == pytest.approx(our_loss, rel=2e-6)
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the matmuls of each dtype and size."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.found[a.dtype, *sorted((*a.shape, b.size(1)))] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_peers_step_has_our_matmuls_in_number_size_and_dtype_padding_included(sides, dtype):
+    ours, theirs = sides(bf16=dtype == torch.bfloat16, vocab_size=50304)
+    found = []
+    for step in (lambda: train_step(ours, 1), theirs):
+        with Matmuls() as matmuls:
+            step()
+        found.append(matmuls.found)
+    assert found[0] == found[1]
+    assert found[0][dtype, 16, 32, 50304] == 3  # forward, and two gradients
 
 
 @pytest.mark.parametrize(
@@ -275,7 +333,9 @@ def test_generation_is_compared_from_equal_weights_and_not_with_a_peer_of_other_
     sides = json.loads(output.read_text())["sides"]
     assert [side["name"] for side in sides] == ["ours", "transformers", f"{tmp_path.name}/model.py"]
     assert {turn["tokens"] % 10 for side in sides for turn in side["turns"]} == {0}
-    assert "2 texts at a time, 6 interleaved rounds" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 texts at a time, 6 interleaved rounds" in printed
+    assert re.search(r"ours over transformers: tokens/s .+, MB \d+\.\d\d\n", printed)
     path.write_text(PEER + GENERATE.replace("argmax", "argmin"))
     with pytest.raises(TrainingError, match=r"model\.py: its likeliest tokens are"):
         generate.main(options)

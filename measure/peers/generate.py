@@ -61,6 +61,10 @@ def main(options: GenerateOptions) -> None:
             sides, options.rounds, options.width, results=options.output, check=check
         )
     print_comparison(found, f"{options.texts} texts at a time, ")
+    ours = found.sides[0]
+    for i, side in enumerate(found.sides[1:], start=1):
+        memory = ours.peak_memory_mb / side.peak_memory_mb
+        print(f"ours over {side.name}: tokens/s {found.ratio(0, i)}, MB {memory:.2f}")
 
 
 if __name__ == "__main__":
