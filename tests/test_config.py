@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -49,15 +50,11 @@ speed: {matmul_precision: highest, tf32: false, bf16: false, fp16: false, compil
 run: {device: auto, seed: 1337, run_name: null, log_dir: logs, log_every: 1, eval_every: 0,
   eval_tokens: null, sample_every: 0, sample_prompt: "", checkpoint_every: 0}
 """)
-CHOICES = yaml.safe_load("""
-norm: layernorm|rmsnorm
-activation: gelu_tanh|gelu
-init: torch|gpt2
-optimizer: adamw|muon
-lr_schedule: constant|cosine|wsd
-compile_mode: default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs
-device: auto|cuda|mps|cpu
-""")
+CHOICES = {
+    name: "|".join(get_args(field.annotation))
+    for name, field in Config.model_fields.items()
+    if get_origin(field.annotation) is Literal
+}
 
 
 @pytest.fixture(autouse=True)

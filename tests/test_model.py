@@ -123,8 +123,10 @@ def test_parameter_counts(options, parameters):
 def test_flops_count_what_is_multiplied_not_what_is_looked_up():
     with torch.device("meta"):
         tied, untied = (GPT(GPTConfig(tie_weights=tie)) for tie in (True, False))
-    flops = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert tied.flops_per_token(1024) == untied.flops_per_token(1024) == flops == 855_166_464
+    matmuls = 6 * (124_439_808 - 1024 * 768)
+    for T, flops in ((1024, 855_166_464), (256, 770_231_808)):
+        assert tied.flops_per_token(T) == untied.flops_per_token(T) == flops
+        assert flops == matmuls + 12 * 12 * 768 * T
 
 
 def test_a_checkpoint_has_the_parameters_and_neither_mask_nor_padding_nor_unwanted_biases(
@@ -273,9 +275,9 @@ def test_padding_rows_are_no_logits_and_never_sampled_and_load_into_an_unpadded_
 
 def attended(attend, dtype, T, peaked=1.0):
     """Return y of one kind of attention over random tokens, and the gradients of q, k and v, each
-    (3, 2, T, 16).
+    (3, 2, T, 24).
     """
-    q, k, v, y_grad = torch.randn(4, 3, 2, T, 16, generator=seeded(0))
+    q, k, v, y_grad = torch.randn(4, 3, 2, T, 24, generator=seeded(0))
     inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in (q * peaked, k, v)]
     y = attend(*inputs)
     return [y, *torch.autograd.grad(y, inputs, y_grad.to(torch.bfloat16).to(dtype))]

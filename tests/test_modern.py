@@ -1,6 +1,8 @@
 """The flags of newer recipes: each computes its paper's formula, and works with everything else."""
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
@@ -50,12 +52,22 @@ def test_with_rope_it_counts_how_far_apart_tokens_are_and_not_where(shaken):
     assert not torch.allclose(model(idx, positions=2 * positions), model(idx), atol=1e-2)
 
 
-def test_with_qk_norm_the_size_of_queries_and_keys_does_not_count(shaken):
+def test_the_angles_of_rope_are_those_of_the_paper(shaken):
+    """Section 3.4.2: at position m, pair i of d / 2 turns by m 10000^(-2i / d)."""
+    cos, sin = shaken(rope=True).transformer.rotation
+    for m, i in itertools.product((0, 1, 31), (0, 1, 7)):  # heads have 8 pairs
+        angle = m * 10_000 ** (-2 * i / 16)
+        assert cos[m, i].item() == pytest.approx(math.cos(angle), abs=1e-5)
+        assert sin[m, i].item() == pytest.approx(math.sin(angle), abs=1e-5)
+
+
+def test_with_qk_norm_the_size_of_a_heads_queries_and_keys_does_not_count(shaken):
     model, idx = shaken(qk_norm=True), tokens()
     before = model(idx)
     with torch.no_grad():
         for p in model.transformer.h[1].attn.c_attn.parameters():
-            p[: 2 * 32] *= 7
+            p[:16] *= 7  # queries of the first of two heads
+            p[48:64] *= 5  # keys of the second
     close(model(idx), before, rtol=1e-4, atol=1e-4)
 
 
@@ -85,17 +97,22 @@ def test_a_softcap_bounds_the_logits_of_texts_and_loss_but_padding_stays_out(sha
 
 
 def test_the_value_residual_mixes_in_the_first_layers_values(shaken):
-    plain, mixed, idx = shaken(), shaken(value_residual=True), tokens()
-    first, second = (block.attn for block in mixed.transformer.h)
-    assert not hasattr(first, "value_mix")
-    with torch.no_grad():
-        second.value_mix.fill_(0.0)
-        close(mixed(idx), plain(idx))
-        second.value_mix.fill_(1.0)
-        before = mixed(idx)
-        assert not torch.allclose(before, plain(idx), atol=1e-2)
-        second.c_attn.weight[2 * 32 :] = 0  # its own values, of which it takes none
-        close(mixed(idx), before)
+    model, idx = shaken(value_residual=True, n_layer=4), tokens()
+    below, first = model.transformer, None
+    x = below.wte(idx) + below.wpe.weight[:16]
+    for block, share in zip(below.h, (0.0, 0.2, 0.5, 0.7), strict=True):
+        q, k, v = block.attn.c_attn(block.ln_1(x)).chunk(3, dim=2)
+        if first is None:
+            first = v
+            assert not hasattr(block.attn, "value_mix")
+        else:
+            block.attn.value_mix.data.fill_(share)
+        v = (1 - share) * v + share * first
+        heads = (t.unflatten(2, (2, 16)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + block.attn.c_proj(y.transpose(1, 2).flatten(2))
+        x = x + block.mlp(block.ln_2(x))
+    close(below(idx), below.ln_f(x), rtol=1e-4, atol=1e-4)
 
 
 def test_the_embedding_shortcut_adds_the_tokens_again_before_a_block(shaken):

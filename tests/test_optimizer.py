@@ -1,7 +1,6 @@
 """The learning rate of every step, and which parameters decay."""
 
 import csv
-import functools
 import itertools
 import math
 
@@ -109,17 +108,23 @@ def test_adamw_gets_its_options_and_the_fused_flag_and_everything_decays_by_defa
     options = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 2e-3, "weight_decay": 0.3}
     for fused in (False, True):
         (adamw,), _ = make_optimizers(tiny_model(), load_config(fused_adamw=fused, **options))
-        assert bool(adamw.defaults["fused"]) is fused
+        assert adamw.defaults["fused"] is (fused or None)  # False would switch foreach off too
         (group,) = adamw.param_groups
         assert options.items() <= group.items()
 
 
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tiny_model):
     model = tiny_model(tie_weights=True)
-    config = load_config(optimizer="muon", decay_matrices_only=True)
+    decays = {"weight_decay": 0.1, "muon_weight_decay": 0.2}
+    config = load_config(optimizer="muon", decay_matrices_only=True, **decays)
+    optimizers, _ = make_optimizers(model, config)
     taken = [
         [(p, group.get("parts")) for group in one.param_groups for p in group["params"]]
-        for one in make_optimizers(model, config)[0]
+        for one in optimizers
+    ]
+    assert [{group["weight_decay"] for group in one.param_groups} for one in optimizers] == [
+        {0.1, 0.0},
+        {0.2},
     ]
     parts = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
     names = {p: name for name, p in model.named_parameters()}
@@ -142,13 +147,22 @@ def muon_of(p, parts=1):
     return Muon([{"params": [p], "parts": parts}], lr=0.02, weight_decay=0.0)
 
 
-@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96)])
-def test_muon_makes_the_update_that_pytorchs_own_makes(shape):
+def test_muon_moves_weights_as_pytorchs_own_in_each_step_with_momentum_decay_and_schedule():
     torch.manual_seed(0)
-    given, momentum = torch.randn(2, *shape), 0.85 + 0.1 / 300  # the first step's
-    pytorchs = functools.partial(torch.optim.Muon, lr=0.02, weight_decay=0.0, momentum=momentum)
-    ours, theirs = update(muon_of, *given), update(lambda p: pytorchs([p]), *given)
-    assert (ours - theirs).norm() / theirs.norm() < 0.06  # PyTorch's is in bfloat16
+    # the last two are orthogonalized together, one of them transposed
+    start = [0.1 * torch.randn(shape) for shape in ((48, 48), (96, 32), (32, 96))]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    muon = Muon([{"params": ours, "parts": 1}], lr=0.02, weight_decay=0.5)
+    pytorchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.5)
+    for step, lr in ((1, 0.02), (2, 0.01), (3, 0.04)):
+        muon.param_groups[0]["lr"] = lr
+        pytorchs.param_groups[0] |= {"lr": lr, "momentum": 0.85 + 0.1 * step / 300}
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = q.grad = torch.randn(p.shape)
+        muon.step()
+        pytorchs.step()
+        for p, q, first in zip(ours, theirs, start, strict=True):
+            assert (p - q).norm() / (q - first).norm() < 0.06  # PyTorch's is in bfloat16
 
 
 def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():

@@ -38,6 +38,7 @@ from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
 from sample import SampleOptions, Sampler
+from summary import live_figures, summarize
 from tests.conftest import (
     ALONE,
     COMPILED,
@@ -347,16 +348,18 @@ def test_the_loss_falls_and_the_log_has_every_step_once_with_the_rate_of_its_upd
     optimizer, tiny_config
 ):
     used = []
-    hook = register_optimizer_step_pre_hook(lambda one, *_: used.append(one.param_groups[0]["lr"]))
-    config = tiny_config(
-        max_steps=40, lr=1e-2, optimizer=optimizer, lr_schedule="cosine", warmup_steps=2
+    hook = register_optimizer_step_pre_hook(
+        lambda one, *_: used.extend(group["lr"] / group["lr_factor"] for group in one.param_groups)
     )
+    options = {"scalar_lr": 5e-3, "lr_schedule": "cosine", "warmup_steps": 2}
+    config = tiny_config(max_steps=40, lr=1e-2, optimizer=optimizer, **options)
     summary = run(config)
     hook.remove()
     assert column(config, "step") == [*range(1, 41)]
     rates = [learning_rate(step, config) for step in range(1, 41)]
     assert column(config, "lr") == pytest.approx(rates)
-    assert used[:: 1 + (optimizer == "muon")] == rates
+    groups = {"adamw": 2, "muon": 4}[optimizer]  # of all optimizers
+    assert used == pytest.approx([rate for rate in rates for _ in range(groups)])
     first, *_, last = column(config)
     assert first == pytest.approx(math.log(128), abs=0.3)
     assert last < first - 1.0
@@ -474,7 +477,8 @@ def test_every_stage_and_recipe_runs_to_its_end_on_a_tiny_model_with_its_own_voc
 
 
 def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config, monkeypatch):
-    passed, seconds = [], iter([10.0, 0.5, 0.25, 0.25, 0.25, 0.25])
+    times = [10.0, 0.5, 0.25, 0.26, 0.27, 0.28]  # medians of all and of the last four differ
+    passed, seconds = [], iter(times)
 
     def slow(real):
         def called(*args, **kwargs):
@@ -495,10 +499,25 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
     config = tiny_config(**WITH_TEXT, val_fraction=0.01, sample_tokens=2, **every)
     monkeypatch.setattr(runtime.clock, "time", Mock(perf_counter=lambda: sum(passed)))
     summary = run(config)
-    assert column(config, "dt_ms") == [10_000, 500, 250, 250, 250, 250]
-    assert column(config, "tokens_per_sec") == [12.8, 256, 512, 512, 512, 512]  # 4 x 32 tokens
+    assert column(config, "dt_ms") == pytest.approx([1000 * each for each in times], rel=1e-3)
+    # 4 x 32 tokens
+    assert column(config, "tokens_per_sec") == pytest.approx([128 / x for x in times], rel=1e-3)
     assert (summary["first_step_s"], summary["median_leaves_out"]) == (10.0, 2)
-    assert (summary["median_dt_ms"], summary["median_tokens_per_sec"]) == (250, 512)
+    medians = summary["median_dt_ms"], summary["median_tokens_per_sec"]
+    assert medians == pytest.approx((265, 128 / 0.265))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mfu_is_of_one_ranks_tokens_and_medians_leave_out_at_most_five_steps(ranks, tiny_config):
+    config, world = tiny_config(seq_len=16), World(CPU, world_size=ranks)
+    state = setup(config, ALONE).state
+    state.step_seconds = [9.0] * 5 + [0.1 * n for n in range(1, 16)]
+    summary = summarize(config, state, world, Mock())
+    tokens_per_sec = 4 * 16 / 0.8  # of one rank
+    assert summary["median_tokens_per_sec"] == pytest.approx(ranks * tokens_per_sec)
+    mfu = state.model.flops_per_token(16) * tokens_per_sec / 1e12  # of 1 TFLOP/s
+    live = live_figures(config, state, world)(summary["median_tokens_per_sec"])
+    assert (summary["utilization"], live["utilization"]) == pytest.approx((mfu, mfu))
 
 
 @pytest.mark.parametrize("tflops", [1e-12, None], ids=["too low", "not steady"])
