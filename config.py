@@ -312,6 +312,40 @@ class RunConfig(Options):
     """seconds after which a rank stops waiting for another one"""
 
 
+# Names of options in nanoGPT and transformers, and the text to write here
+OTHER_NAMES = {
+    "max_iters": "max_steps",
+    "num_train_epochs": "max_steps; a run prints the batches of 1 epoch",
+    "learning_rate": "lr",
+    "decay_lr": "lr_schedule (constant, cosine or wsd)",
+    "lr_scheduler_type": "lr_schedule (constant, cosine or wsd)",
+    "lr_decay_iters": "max_steps, at which the schedule ends",
+    "warmup_iters": "warmup_steps",
+    "beta1": "betas, with both values",
+    "beta2": "betas, with both values",
+    "adam_epsilon": "eps",
+    "max_grad_norm": "grad_clip",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "total_batch_tokens: micro-steps x ranks x batch_size x seq_len",
+    "n_ctx": "block_size, and seq_len",
+    "n_positions": "block_size, and seq_len",
+    "max_seq_length": "seq_len",
+    "dtype": "bf16 or fp16; without them, float32",
+    "gradient_checkpointing": "recompute",
+    "out_dir": "run_name, a folder in log_dir",
+    "output_dir": "run_name, a folder in log_dir",
+    "log_interval": "log_every",
+    "logging_steps": "log_every",
+    "eval_interval": "eval_every",
+    "eval_steps": "eval_every",
+    "eval_iters": "eval_tokens: batches x batch_size x seq_len",
+    "always_save_checkpoint": "checkpoint_every; one is always saved at the end",
+    "save_steps": "checkpoint_every",
+    "save_total_limit": "keep_last",
+    "wandb_log": "wandb",
+}
+
+
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
     """All options of a training run. Bad values raise pydantic's ValidationError."""
 
@@ -442,6 +476,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def matmul_dtype(self) -> str:
         """Name of the dtype of matmuls, as in torch."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @classmethod
+    def other_names(cls) -> dict[str, str]:
+        """Return OTHER_NAMES, for messages about unknown options."""
+        return OTHER_NAMES
 
     def must_match(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks; folders may differ."""

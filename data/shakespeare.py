@@ -22,7 +22,10 @@ from runtime.start import start
 
 NAME = "tiny Shakespeare"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-HINT = f"fetch {URL} by other means and run: python data/shakespeare.py --source FILE"
+HINT = (
+    f"fetch {URL} by other means and run: python data/shakespeare.py --source FILE; or train on "
+    "text that needs no network: --dataset pydocs"
+)
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 

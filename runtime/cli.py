@@ -73,6 +73,11 @@ class Options(BaseModel):
         """Return the names of the fields that carry one of the marks, or an instance of a class."""
         return tuple(n for n in cls.model_fields if any(cls.marks(n, mark) for mark in marks))
 
+    @classmethod
+    def other_names(cls) -> Mapping[str, str]:
+        """Return names that other programs have for these options, and the text to write here."""
+        return {}
+
 
 O = TypeVar("O", bound=Options)
 
@@ -110,7 +115,10 @@ def parse(
     positionals, declared = positional.split(), [*sections(options), *sections(others)]
     names = _add_arguments(parser, declared, positionals, config_file)
     known, unknown = parser.parse_known_args(argv)
-    advice = {**elsewhere, **dict.fromkeys(positionals, "is given without a flag, see --help")}
+    advice = {
+        n: f"unknown option; here it is --{text}" for n, text in options.other_names().items()
+    }
+    advice |= {**elsewhere, **dict.fromkeys(positionals, "is given without a flag, see --help")}
     # A value after an unknown flag belongs to that flag and is no second mistake.
     mistakes = [
         _unknown_argument(argument, names, advice)
@@ -285,7 +293,11 @@ class _StringLoader(yaml.BaseLoader):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        option, _, problem = message.partition(": ")
+        if problem.startswith("ignored explicit argument"):  # --compile=False
+            message = f"{option}: takes no value; type {option.replace('/', ' or ')} alone"
+        raise ConfigError(message)
 
 
 def _add_arguments(
@@ -338,6 +350,7 @@ def _unknown_argument(argument: str, names: Sequence[str], elsewhere: Mapping[st
         return (
             f"{argument}: not understood; options are written --name VALUE, "
             f"yes/no options --name or --no-name"
+            f"{', a YAML file of options --config FILE' * ('--config' in names)}"
         )
     flag = argument.partition("=")[0]
     if message := elsewhere.get(flag.removeprefix("--").removeprefix("no-")):
@@ -387,6 +400,8 @@ def _error_lines(
         name = str(problem["loc"][0]) if problem["loc"] else "option names"
         if problem["type"] == "extra_forbidden":
             message = f"unknown option{did_you_mean(name, list(options.model_fields))}"
+            if text := options.other_names().get(name):
+                message = f"unknown option; here it is {text}"
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
             if problem["type"] == "missing" and len(problem["loc"]) > 1:  # one value of a tuple

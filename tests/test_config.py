@@ -11,6 +11,7 @@ import yaml
 
 from config import (
     ARCHITECTURE,
+    OTHER_NAMES,
     Config,
     DataConfig,
     ModelConfig,
@@ -124,9 +125,14 @@ FLAG_MISTAKES = """
 --no-compil => --no-compil: unknown option .. did you mean --no-compile?
 --batch_s 4 => --batch_s: unknown option .. did you mean --batch_size?
 8 => 8: not understood .. --name VALUE
+configs/speedup8.yaml => configs/speedup8.yaml: not understood .. YAML file of options --config FILE
+config/train_gpt2.py => config/train_gpt2.py: not understood .. YAML file of options --config FILE
+--max_iters 5 => --max_iters: unknown option; here it is --max_steps
+--dtype=bfloat16 => --dtype: unknown option; here it is --bf16 or fp16; without them, float32
 --lr => --lr: expected one argument
 --compile yes => yes: not understood .. yes/no options --name or --no-name
---compile=yes => --compile/--no-compile: ignored explicit argument 'yes'
+--compile=yes => --compile/--no-compile: takes no value; type --compile or --no-compile alone
+--print_config=1 => --print_config: takes no value; type --print_config alone
 --n_layer 1.5 => --n_layer: .. integer .. '1.5'
 --batch_size two => --batch_size: .. integer .. 'two'
 --lr fast => --lr: .. number .. 'fast'
@@ -219,6 +225,15 @@ def test_a_mistaken_yaml_is_one_line_that_names_the_file(given, said, mistakes):
     Path("f.yaml").write_bytes(given.encode().decode("unicode_escape").encode("latin-1"))
     (line,) = mistakes("--config", "f.yaml")
     assert not missing(said, line), line
+
+
+@pytest.mark.parametrize(("name", "here"), OTHER_NAMES.items())
+def test_an_option_named_as_in_another_trainer_is_answered_with_the_name_here(name, here, mistakes):
+    assert name not in Config.model_fields
+    assert re.match(r"\w+", here)[0] in Config.model_fields
+    assert mistakes(f"--{name}", "5") == [f"--{name}: unknown option; here it is --{here}"]
+    write("f.yaml", f"{name}: 5")
+    assert mistakes("--config=f.yaml") == [f"f.yaml: {name}: unknown option; here it is {here}"]
 
 
 BASE_MISTAKES = """

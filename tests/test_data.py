@@ -474,7 +474,9 @@ def test_pydocs_is_the_same_bytes_in_every_process(pydocs_corpus, tmp_path):
 def test_whatever_a_download_fails_with_is_one_line_with_the_reason(monkeypatch):
     error = UnicodeError("label too long\n")  # a proxy that is no address
     monkeypatch.setattr("data.download.read_file", Mock(side_effect=error))
-    with refused(r"^.*could not be read from http.*UnicodeError.*python data/shakespeare"):
+    with refused(
+        r"^.*could not be read from http.*UnicodeError.*python data/shakespeare.*--dataset pydocs"
+    ):
         shakespeare.prepare(C)
 
 
