@@ -35,18 +35,19 @@ def refusing(problem: str, *errors: type[BaseException]) -> Iterator[None]:
 
 def reading(path: Path) -> contextlib.AbstractContextManager[None]:
     """Raise CheckpointError, which names the path, for errors of a missing or damaged file."""
-    return refusing(f"{path}: missing or damaged", OSError, ValueError, TypeError, SafetensorError)
+    errors = (OSError, ValueError, TypeError, RecursionError, SafetensorError)
+    return refusing(f"{path}: missing or damaged", *errors)
 
 
 def verify(folder: Path, *files: str) -> None:
     """Compare files of a checkpoint (default: all) with their checksums. Raises CheckpointError."""
     with reading(folder), open(folder / SUMS) as lines:
         sums = {file: digest for digest, file in map(str.split, lines)}
-        for file in files or sorted({*sums, STATE}):
+        present = (path.name for path in folder.glob("*.safetensors"))
+        # not only the listed files: a list without the weights would hide damage to them
+        for file in files or sorted({*sums, *present, MODEL, OPTIMIZER, STATE}):
             if sha256(folder / file) != sums.get(file):
-                raise CheckpointError(
-                    f"{folder / file}: damaged: its checksum is not the one in {SUMS}"
-                )
+                raise CheckpointError(f"{folder / file}: damaged: its checksum is not in {SUMS}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

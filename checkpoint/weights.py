@@ -2,13 +2,14 @@
 
 import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_tensors, refusing
+from checkpoint.files import MODEL, STATE, SUMS, CheckpointError, Tensors, read_tensors, refusing
 from checkpoint.hugging_face import (
     CONFIG,
     HUGGING_FACE,
@@ -128,9 +129,18 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 
 
 def find_folder(name: str, log_dir: str) -> Path:
-    """Return the run called `name` in `log_dir`; without such a folder, `name` itself as a path."""
+    """Return the run called `name` in `log_dir`; without such a folder, `name` itself as a path.
+
+    Raises CheckpointError for a file of a checkpoint.
+    """
     path = Path(log_dir) / name
-    return path if path.is_dir() else Path(name)
+    if path.is_dir():
+        return path
+    path = Path(name)
+    if path.is_file() and (path.suffix in (".safetensors", ".json") or path.name == SUMS):
+        folder = shlex.quote(str(path.absolute().parent))
+        raise CheckpointError(f"{name}: is only a file of a checkpoint; give its folder, {folder}")
+    return path
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
@@ -185,13 +195,13 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
         n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
         config = replace(config, real_vocab_size=n_vocab)
     sizes = {
-        "transformer.wte.weight": config.vocab_size,
-        "transformer.wpe.weight": config.block_size,
+        "transformer.wte.weight": (config.vocab_size, config.n_embd),
+        "transformer.wpe.weight": (config.block_size, config.n_embd),
     }
-    for name, rows in sizes.items():
-        if name in tensors and tensors[name].shape[:1] != (rows,):
-            shape = tuple(tensors[name].shape)
-            raise CheckpointError(f"{path}: its {name} is {shape}, but its options say {rows} rows")
+    for name, size in sizes.items():
+        shape = tuple(getattr(tensors.get(name), "shape", size))  # a .pt file may have any value
+        if shape != size:
+            raise CheckpointError(f"{path}: its {name} is {shape}, but its options say {size}")
     return Weights(path, config, tensors, saved)
 
 
@@ -223,10 +233,11 @@ def read_pt(path: Path) -> tuple[dict[str, Any], Tensors]:
         theirs, activation = content.get("model_args"), "gelu"  # nanoGPT's is the exact one
         if theirs is None:
             theirs, activation = vars(content["config"]), "gelu_tanh"
+        theirs = dict(theirs)
         weights = with_our_names(content["model"])
     # An option that is missing has no default, and one of a fork may change the model.
     sizes = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
     if wrong := (theirs.keys() - {"bias", "dropout"}) ^ sizes:
-        names = ", ".join(sorted(wrong))
+        names = ", ".join(sorted(map(str, wrong)))
         raise CheckpointError(f"{path}: options of a fork, or missing: {names}")
     return {**theirs, "activation": activation, "tie_weights": True}, weights

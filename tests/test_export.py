@@ -113,8 +113,8 @@ def test_rows_of_added_tokens_are_kept_and_only_50304_rows_are_taken_for_padding
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"vocab_size": 50000}, r"wte.weight is \(50257, 16\), but its options say 50000 rows"),
-        ({"n_positions": 16}, r"wpe.weight is \(32, 16\), but its options say 16 rows"),
+        ({"vocab_size": 50000}, r"wte.weight is \(50257, 16\), but its options say \(50000, 16\)"),
+        ({"n_positions": 16}, r"wpe.weight is \(32, 16\), but its options say \(16, 16\)"),
         ({"activation_function": "relu"}, "activation_function 'relu' is not one of gelu"),
     ],
 )
@@ -293,6 +293,22 @@ LN_F = "_orig_mod.transformer.ln_f.bias"
 BAD_FILES = {
     "an optimizer": (lambda good: good["optimizer"], "not a whole checkpoint of nanoGPT"),
     "weights that are no tensors": (changed("model", extra=1.5), "do not fit the model: TypeError"),
+    "no dictionary of options": (
+        lambda good: good | {"model_args": [1]},
+        "not a whole checkpoint of nanoGPT",
+    ),
+    "names of options that are no text": (
+        lambda good: good | {"model_args": good["model_args"] | {1: 2, "rope": 1}},
+        "options of a fork, or missing: 1, rope",
+    ),
+    "an embedding that is no tensor": (
+        changed("model", **{"_orig_mod.transformer.wte.weight": "x"}),
+        "do not fit the model: TypeError",
+    ),
+    "a width for which no memory is enough": (
+        changed("model_args", n_embd=10**14),
+        r"wte.weight is \(50304, 16\), but its options say",
+    ),
     "an option of a fork": (
         changed("model_args", rope=True),
         "options of a fork, or missing: rope",
