@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.resume import find_checkpoint, is_finished, open_run, restore
-from checkpoint.save import emergency_save, log_steps, save, save_if_best
+from checkpoint.save import check_disk, emergency_save, log_steps, save, save_if_best
 from checkpoint.state import Figures, SavedState, State
 from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
@@ -282,6 +282,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     is_stale = state.validate_on(f"{run.val.fingerprint()} {config.eval_tokens}")
     folder.message(*run.notes)
     announce_long_run(config, state, world, folder)
+    check_disk(folder, state, config, world)
 
     # Nothing is written until here. From here on, only this run writes the folder, a signal ends
     # the run after its step, and a failing run is saved first.

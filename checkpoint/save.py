@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoint.files import STATE, SUMS, Tensors, gather_whole, own_part, write_tensors
+from checkpoint.files import OPTIMIZER, STATE, SUMS, Tensors, gather_whole, own_part, write_tensors
 from checkpoint.state import SavedState, State
 from config import PATH, Config
 from runtime.errors import TrainingError, UserError
@@ -68,6 +68,40 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     )
     state.checkpoint = saved.folder
     run.message(f"saved {saved.folder}")
+
+
+def check_disk(run: RunFolder, state: State, config: Config, world: World) -> None:
+    """Raise UserError if the disk has no room for one checkpoint of a run that is about to start.
+
+    All ranks have to call this.
+    """
+    if not config.keep_last:
+        return
+    files = state.tensors()
+    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    if not files[OPTIMIZER]:  # the first step creates it
+        # AdamW keeps two averages of each parameter, other optimizers at least one.
+        for optimizer in state.optimizers:
+            averages = 2 if isinstance(optimizer, torch.optim.AdamW) else 1
+            size += averages * sum(p.nbytes for g in optimizer.param_groups for p in g["params"])
+
+    def check() -> None:
+        place, room = run.path / "checkpoints", 0
+        if newest := state.checkpoint:  # a resumed run may delete all others to make room
+            others = [file for file in place.rglob("*") if file.parent != newest and file.is_file()]
+            room = sum(file.stat().st_size for file in others)
+        while not place.exists():
+            place = place.parent
+        disk = shutil.disk_usage(place)
+        room += disk.free
+        if room < size and disk.total:  # some network file systems report 0
+            raise UserError(
+                f"{place}: the disk has room for {room / 1e9:,.3g} GB, a checkpoint takes "
+                f"{size / 1e9:,.3g} GB; delete something, choose another --log_dir, or save none: "
+                f"--keep_last 0"
+            )
+
+    world.on_rank0(check)
 
 
 def write_checkpoint(
