@@ -306,7 +306,7 @@ class RunConfig(Options):
     """
     resume: Annotated[Name | None, THIS_CALL] = None
     """auto: resume from the run's newest whole checkpoint, or start if there is none; or a run's
-    folder, or a checkpoint
+    folder, or a checkpoint, which is only read if log_dir is another folder
     """
     timeout: Annotated[Count, THIS_CALL] = 600
     """seconds after which a rank stops waiting for another one"""

@@ -1,11 +1,12 @@
 """Find the checkpoint to resume from, merge its options with the given ones, restore its state."""
 
 import functools
+import os
 import shlex
 from pathlib import Path
 
-from checkpoint.files import CheckpointError, read_tensors
-from checkpoint.state import SavedState, State, put_random_state, read_state
+from checkpoint.files import MODEL, STATE, CheckpointError, read_tensors, refusing
+from checkpoint.state import SavedState, State, put_random_state, read_state, take_random_state
 from checkpoint.weights import check_given, find_folder, run_and_checkpoint
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
 from runtime.cli import ConfigError, load
@@ -20,7 +21,7 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
     """True, with a message, if the run has ended with the checkpoint's step."""
     # A log without a summary: the run was killed before it wrote one. No log: only checkpoints were
     # copied.
-    is_complete = (run.path / "summary.json").exists() or not (run.path / "log.csv").exists()
+    is_complete = (saved.run / "summary.json").exists() or not (saved.run / "log.csv").exists()
     is_over = world.broadcast(is_complete) and config.is_over(saved.step, saved.seconds)
     if is_over:
         limit = "max_minutes" if config.max_minutes else "max_steps"
@@ -49,16 +50,24 @@ def restore(
     if corpus != saved.corpus:
         raise CheckpointError(
             f"{saved.folder} was trained on another corpus than {folder}: its fingerprint is "
-            f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or start a new run"
+            f"{saved.corpus[:12]}, this one's {corpus[:12]}; restore it, or start a new run from "
+            f"the weights: --init_from {shlex.quote(str(saved.folder))}"
         )
-    for name in state.tensors():
+    for name in sorted(state.tensors(), key=MODEL.__eq__):  # the weights last, see State.load
         file = saved.folder / name
         state.load(file, world.raise_on_all(functools.partial(read_tensors, file)))
-    state.load_numbers(saved)
-    if world.rank < len(saved.random):  # a rank that is new keeps its seed
-        state.random_state = saved.random[world.rank]
-        put_random_state(state.random_state, world.device)
-    state.checkpoint = saved.folder
+    world.raise_on_all(functools.partial(restore_numbers, saved, state, world))
+    state.checkpoint = saved.folder if saved.run == folder_of(saved.run, config) else None
+
+
+def restore_numbers(saved: SavedState, state: State, world: World) -> None:
+    """Restore everything that is not a tensor. Raises CheckpointError."""
+    # Values of the right type may still be no state of a generator, which can raise anything.
+    with refusing(f"{saved.folder / STATE}: damaged", Exception):
+        state.load_numbers(saved)
+        if world.rank < len(saved.random):  # a rank that is new keeps its seed
+            put_random_state(saved.random[world.rank], world.device)
+    state.random_state = take_random_state(world.device)
 
 
 # ---- finding the checkpoint
@@ -69,8 +78,8 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
 
     It is None if the run begins at its first step. All ranks have to call this; rank 0 searches.
     Raises UserError or CheckpointError if `resume` names a checkpoint that is absent, damaged, not
-    the newest or not seen by all ranks; ConfigError for options that contradict it or, in a new
-    run, each other.
+    the newest or not seen by all ranks, or if its run's folder cannot be written; ConfigError for
+    options that contradict it or, in a new run, each other.
     """
     named = config.resume and run_and_checkpoint(Path(config.resume))[1]
     if launch().max_restarts and (named or config.resume is None):
@@ -89,6 +98,18 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         )
     notes = [*world.notes, *skipped, *(saved.notes() if saved else [])]
     if saved:
+        place = folder_of(saved.run, config)
+        if launch().max_restarts and place != saved.run:
+            raise UserError(
+                f"--max_restarts: after a fault torchrun starts the same command again, which "
+                f"would begin at the same checkpoint; copy {saved.run} to {place} and add "
+                f"--resume auto"
+            )
+        if place == saved.run and not world.broadcast(os.access(place, os.W_OK)):
+            raise UserError(
+                f"{place}: cannot be written; to resume in FOLDER/{place.name}, add "
+                f"--log_dir FOLDER"
+            )
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
     elif config.resume is not None:
@@ -118,11 +139,11 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
                     f"move it there, or start a new run with --init_from {shlex.quote(resume)}"
                 )
             later = [path for path in all_checkpoints(run) if step_of(path) > step_of(named)]
-            if later:
+            if later and folder_of(run, config) == run:
                 raise UserError(
                     f"--resume {resume}: {run} has later checkpoints, up to {later[-1].name}, "
-                    f"whose steps would be repeated; move them away first, or start a new run with "
-                    f"--init_from {shlex.quote(resume)}"
+                    f"whose steps would be repeated; move them away first, resume in another "
+                    f"--log_dir, or start a new run with --init_from {shlex.quote(resume)}"
                 )
             return read_state(named), skipped
     for folder in reversed(all_checkpoints(run)):
@@ -137,6 +158,13 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
         )
         raise CheckpointError("\n".join([problem, *skipped]))
     return None, skipped
+
+
+def folder_of(run: Path, config: Config) -> Path:
+    """Return the folder in which a resumed run continues: its own, or one in the given log_dir."""
+    given = Path(config.log_dir, run.name)
+    moves = "log_dir" in config.model_fields_set
+    return given if moves and os.path.realpath(given) != os.path.realpath(run) else run
 
 
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
@@ -160,7 +188,7 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set if it
     would differ. Raises ConfigError for options that contradict the checkpoint.
     """
-    tokens, run = saved.tokens_per_step, saved.folder.parent.parent
+    tokens, place = saved.tokens_per_step, folder_of(saved.run, config)
     theirs = {
         name: value
         for name, value in saved.config.items()
@@ -174,11 +202,12 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     check_given(given, fixed, saved.folder)
     own = {
         "init_from": theirs["init_from"],
-        "log_dir": str(run.parent),
-        "run_name": run.name,
+        "log_dir": str(place.parent),
+        "run_name": place.name,
         "resume": None,
         "total_batch_tokens": tokens,
     }
+    check_batch((theirs | given)["batch_size"], tokens, theirs["seq_len"], world_size)
     try:
         resumed = load(Config, theirs | given | own, world_size=world_size)
     except ConfigError as error:
@@ -195,6 +224,30 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
     return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
 
 
+def check_batch(batch_size: int, tokens: int, seq_len: int, world_size: int) -> None:
+    """Raise ConfigError, which names values that work, unless ranks and batches divide a step."""
+    sequences = tokens // seq_len
+    share, rest = divmod(sequences, world_size)
+    if rest:
+        ranks = " or ".join(map(str, nearest_divisors(sequences, world_size)))
+        raise ConfigError(
+            f"a step keeps its {sequences} sequences, which {world_size} ranks cannot share "
+            f"equally; nearest that work: {ranks} ranks"
+        )
+    if share % batch_size:
+        sizes = " or ".join(map(str, nearest_divisors(share, batch_size)))
+        raise ConfigError(
+            f"batch_size {batch_size}: a step keeps its {tokens:,} tokens, {share} sequences a "
+            f"rank, which it does not divide; nearest that work: {sizes}"
+        )
+
+
+def nearest_divisors(number: int, near: int) -> list[int]:
+    """Return the largest divisor of a number below `near`, and the smallest above, if any."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return [n for n in divisors if n < near][-1:] + [n for n in divisors if n > near][:1]
+
+
 # ---- the run's folder
 
 
@@ -206,12 +259,17 @@ def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: Wo
     """
 
     def open_folder() -> list[str]:
-        if saved:
+        notes, earlier = [], None
+        if saved is None:
+            earlier = run.create()
+        elif saved.run == run.path:
             run.resume(saved.step)
             notes = [f"resumes from {saved.folder}, after step {saved.step}"]
         else:
-            aside = run.create()
-            notes = [f"the earlier {run.path} is now {aside}"] if aside else []
+            earlier = run.create(saved.run, saved.step)
+            notes = [f"resumes from {saved.folder}, after step {saved.step}, in {run.path}"]
+        if earlier:
+            notes.append(f"the earlier {run.path} is now {earlier}")
         write_atomic(run.path / "config.yaml", config.to_yaml())
         return notes
 

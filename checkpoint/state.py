@@ -3,6 +3,7 @@
 import base64
 import math
 import random
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +18,17 @@ from checkpoint.files import (
     MODEL,
     OPTIMIZER,
     STATE,
+    CheckpointError,
     Tensors,
     copy_tensors,
     read_json,
     reading,
+    refusing,
     verify,
 )
 from config import Config
 from model import GPT
+from runtime.cli import ConfigError, load
 from runtime.clock import mark_time, seconds_between
 from runtime.recent import NO_LIMITS, Recent
 
@@ -185,20 +189,20 @@ class State:
     def load(self, file: Path, tensors: Tensors) -> None:
         """Restore the tensors of a file. Raises CheckpointError if they do not fit.
 
-        All ranks have to call it, each with all tensors, and keep their shards.
+        All ranks have to call it, each with all tensors, and keep their shards. Load the weights
+        last: the optimizers create their state by a step, which may change weights.
         """
         if file.name == OPTIMIZER and tensors:  # it has none if every update was skipped
             self._create_optimizer_state()
         copy_tensors(tensors, self.tensors()[file.name], file)
 
     def _create_optimizer_state(self) -> None:
-        """Let the optimizers create their state, by a step that changes no weight.
+        """Let the optimizers create their state, by a step with zero gradients.
 
         All ranks have to call it, as Muon's ranks share a step.
         """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = 0.0  # until `train_step` sets it
                 for p in group["params"]:
                     p.grad = torch.zeros_like(p)
             optimizer.step()
@@ -263,7 +267,7 @@ class SavedState(BaseModel):
     """checkpoint.json: the state of a run without tensors, its options and its corpus."""
 
     folder: Path = Field(exclude=True)  # the folder that was read
-    step: int
+    step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int
     best_val_loss: float | None
@@ -279,6 +283,11 @@ class SavedState(BaseModel):
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
     random: list[dict[str, Any]]  # one entry per rank
 
+    @property
+    def run(self) -> Path:
+        """The folder of the run that saved it."""
+        return self.folder.parent.parent
+
     def notes(self) -> list[str]:
         """Return a note on each option of the run that this code lacks."""
         unknown = [name for name in self.config if name not in Config.model_fields]
@@ -286,7 +295,21 @@ class SavedState(BaseModel):
 
 
 def read_state(folder: Path, *files: str) -> SavedState:
-    """Read checkpoint.json, after `verify`. Raises CheckpointError."""
+    """Read checkpoint.json, after `verify`. Raises CheckpointError.
+
+    Options that are not in it have their defaults.
+    """
     verify(folder, *files)
     with reading(folder / STATE):
-        return SavedState(**read_json(folder / STATE) | {"folder": folder})
+        saved = SavedState(**read_json(folder / STATE) | {"folder": folder})
+    named = re.fullmatch(r"(best|step)_(\d+)", folder.name)
+    if named and int(named[2]) != saved.step:
+        raise CheckpointError(
+            f"{folder}: has step {saved.step}; rename it to {named[1]}_{saved.step:06d}"
+        )
+    known = {name: saved.config[name] for name in Config.model_fields if name in saved.config}
+    with refusing(f"{folder / STATE}: its options are not valid", ConfigError):
+        # With `resume`, options that contradict each other on this number of ranks may pass.
+        options = load(Config, known | {"resume": "auto"})
+    saved.config |= options.model_dump(mode="json", exclude={"resume"})
+    return saved

@@ -74,9 +74,10 @@ class RunFolder:
 
     # ---- starting and ending, on rank 0
 
-    def create(self) -> Path | None:
+    def create(self, resumed: Path | None = None, step: int = 0) -> Path | None:
         """Create the folder with an empty log; return the new name of an earlier run's folder.
 
+        `resumed`: the folder of a run that continues in this one after `step`; its logs are copied.
         Raises UserError if another process is writing to the folder. If the new one cannot be
         created, the earlier one stays as it was.
         """
@@ -94,6 +95,8 @@ class RunFolder:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self.path.mkdir()
             self._rewrite("log.csv", {})
+            if resumed:
+                self._keep_rows(resumed, step)
             self._open_console()
             self._undo = undo.pop_all()
         return moved_to
@@ -105,18 +108,22 @@ class RunFolder:
         if another process is writing to the folder, or if a log cannot be read.
         """
         self._lock.enter_context(sole_writer(self.path))
-        self._resumed_after = step
         for file in (self.path / "config.yaml", self.path / "summary.json"):
             if file.exists():
                 self._undo.callback(file.write_bytes, file.read_bytes())
         for leftover in (self.path / "checkpoints").glob(".*.unfinished"):
             shutil.rmtree(leftover, ignore_errors=True)
-        for name in COLUMNS:
-            if (self.path / name).exists():
-                rows = self._rows(name).items()
-                self._rewrite(name, {at: row for at, row in rows if at <= step})
+        self._keep_rows(self.path, step)
         self._open_console()
         (self.path / "summary.json").unlink(missing_ok=True)
+
+    def _keep_rows(self, run: Path, step: int) -> None:
+        """Write the logs with the rows of a run's logs, without those of steps after `step`."""
+        self._resumed_after = step
+        for name in COLUMNS:
+            if (run / name).exists():
+                rows = self._rows(name, run).items()
+                self._rewrite(name, {at: row for at, row in rows if at <= step})
 
     def _open_console(self) -> None:
         early = self._console
@@ -261,8 +268,8 @@ class RunFolder:
 
     # ---- reading
 
-    def _rows(self, name: str) -> dict[int, Row]:
-        path = self.path / name
+    def _rows(self, name: str, run: Path | None = None) -> dict[int, Row]:
+        path = (run or self.path) / name
         return read_rows(path, COLUMNS[name]) if path.exists() and path.stat().st_size else {}
 
     def times_and_loss(self) -> tuple[list[float], float]:

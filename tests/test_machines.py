@@ -105,6 +105,9 @@ def test_a_run_that_torchrun_may_restart_wants_resume_auto(tiny_config, monkeypa
     assert train(tiny_config(max_steps=1, resume="auto"), ALONE)["steps"] == 1
     with refused("at the same checkpoint; name the run instead"):
         train(tiny_config(resume=f"{here}/checkpoints/step_000001"), ALONE)
+    other = f"{here.parent}/other"
+    with refused(f"copy {here} to {other}/train and add --resume auto"):
+        train(tiny_config(resume=str(here), log_dir=other), ALONE)
 
 
 @pytest.mark.parametrize(

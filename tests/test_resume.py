@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import inference.evaluation
+import optimizer
 from checkpoint.state import State, read_state
 from checkpoint.weights import load_model
 from config import load_config
@@ -120,6 +121,30 @@ def test_another_file_in_the_list_of_state_is_saved_with_a_checksum_and_restored
     assert more["numbers"].tolist() == [0, 1, 2]
 
 
+class Normalized(torch.optim.Optimizer):
+    """Averages the direction of each gradient; without a gradient that is 0/0."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad / p.grad.norm(), 0.1)
+                p.sub_(average, alpha=group["lr"])
+
+
+def test_an_optimizer_whose_step_without_gradients_is_nan_resumes_exactly(go, here, monkeypatch):
+    monkeypatch.setitem(
+        optimizer.OPTIMIZERS,
+        "adamw",
+        lambda params, config, *_: [Normalized(params.values(), {"lr": config.lr})],
+    )
+    go(run_name="straight")
+    go(max_steps=3)
+    go(resume="auto")
+    assert end_of(here) == end_of(here.with_name("straight"))
+
+
 def cut(path, lines, torn=""):
     path.write_text("\n".join([*path.read_text().splitlines()[:lines], torn]))
 
@@ -221,7 +246,8 @@ def test_another_corpus_is_refused_naming_both(go, corpus):
     go()
     shutil.rmtree(corpus / "tiny")
     write_corpus(corpus / "tiny", [[token % 99 for token in range(4000)]])
-    said = r"another corpus than .*tiny: its fingerprint is 2:\w{10}, this one's 2:\w{10}"
+    said = r"another corpus than .*tiny: its fingerprint is 2:\w{10}, this one's 2:\w{10}; .*"
+    said += "start a new run from the weights: --init_from .*step_000006"
     with refused(said):
         go(resume="auto", max_steps=9)
 
@@ -449,6 +475,72 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_unless_all_are
         resume(here)
     others = str(caught.value).splitlines()[1:]
     assert [line.partition("step_")[2][:6] for line in others] == ["000006", "000004", "000002"]
+
+
+@pytest.mark.parametrize("name", PARTS[:3])
+def test_a_file_that_the_checksums_leave_out_counts_as_damaged(name, saved):
+    sums = (saved / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (saved / "SHA256SUMS").write_text("".join(line for line in sums if name not in line))
+    with refused(rf"{name}: damaged: its checksum is not in SHA256SUMS"):
+        resume(saved)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused_or_skipped(go, here, capsys):
+    go(checkpoint_every=4)
+    straight = log(here)
+    renamed = newest(here).rename(here / "checkpoints/step_000009")
+    said = f"{renamed}: has step 6; rename it to step_000006"
+    for act in (lambda: resume(renamed), lambda: load_model(str(renamed))):
+        with refused(said):
+            act()
+    assert go(max_steps=9, resume="auto")["resumed_after_step"] == 4
+    assert f"note: skipping a checkpoint: {said}" in capsys.readouterr().out
+    assert log(here)[:6] == straight
+    assert read_state(newest(here)).step == 9
+
+
+def forge(**changes):
+    """Change entries of checkpoint.json, or with dictionaries their entries."""
+
+    def change(state):
+        for name, value in changes.items():
+            state[name] = state[name] | value if isinstance(value, dict) else value
+        return json.dumps(state)
+
+    return change
+
+
+OTHER_RANDOM = {"python": [3, [2**80] * 625, None], "numpy": ["MT19937", [1], 0, 0, 0.0]}
+FORGED = {
+    "nested JSON": lambda state: json.dumps(state)[:-1] + ', "x":' + '{"a":' * 100_000,
+    "no step": forge(step=None),
+    "a negative step": forge(step=-6),
+    "an option of the wrong type": forge(config={"lr": {"a": 1}, "seq_len": "long"}),
+    "no random state": forge(random=[{}]),
+    "another generator": lambda state: forge(random=[state["random"][0] | OTHER_RANDOM])(state),
+    "random bytes": lambda state: forge(random=[state["random"][0] | {"torch_cpu": "AA=="}])(state),
+    "a loss scaler without a scale": forge(scaler={"growth_factor": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_state_is_one_line_that_names_the_file(case, saved):
+    file = saved / "checkpoint.json"
+    file.write_text(FORGED[case](json.loads(file.read_text())))
+    reseal(saved)
+    with refused(rf"^{file}: .*(damaged|not valid): .*$"):
+        resume(saved, **{"fp16": True} if "scaler" in case else {})
+
+
+def test_options_that_a_checkpoint_lacks_have_their_defaults(go, saved):
+    file = saved / "checkpoint.json"
+    state = json.loads(file.read_text())
+    for name in ("init_from", "lr", "grad_clip"):  # the run has their defaults
+        del state["config"][name]
+    file.write_text(json.dumps(state))
+    reseal(saved)
+    assert load_model(str(saved)).config.n_layer == 2
+    assert resume(saved)["steps"] == 9
 
 
 class Bomb:

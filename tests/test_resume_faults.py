@@ -94,6 +94,34 @@ def test_a_full_disk_keeps_the_checkpoints_before_and_a_lower_keep_last_makes_ro
     assert end_of(here) == end_of(tmp_path / "logs/straight")
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_first_step(
+    optimizer, go, here, monkeypatch
+):
+    options = {"optimizer": optimizer, "checkpoint_every": 3}
+    go(**options)
+    size = sum(file.stat().st_size for file in newest(here).glob("*.safetensors"))
+    disk = shutil.disk_usage(here)
+
+    def with_room(share):
+        free = int(share * size)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: disk._replace(free=free))
+
+    said = f"{here.parent}: the disk has room for .* GB, a checkpoint takes "
+    with_room(0.8)  # a file of tensors has their names too
+    with refused(said):
+        go(**options, run_name="new")
+    assert not here.with_name("new").exists()
+    go(**options, run_name="new", keep_last=0)
+    go(**options, max_steps=7, resume="auto")  # it may delete step 3
+    shutil.rmtree(here / "checkpoints/step_000003")
+    shutil.rmtree(here / "checkpoints/step_000006")
+    with refused(f"{here}/checkpoints: the disk has room for "):
+        go(**options, max_steps=8, resume="auto")
+    with_room(1)
+    go(**options, run_name="new")
+
+
 def test_the_newest_whole_checkpoint_is_never_deleted_for_room(go, here, disk):
     go(checkpoint_every=2)
     for step in (4, 6):
@@ -157,12 +185,23 @@ def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep, go, h
     assert third == f"other options come from {newest(here)}; a step keeps its 96 tokens"
 
 
-@pytest.mark.parametrize(("ranks", "batch_size"), [(2, 4), (1, 3)])
-def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, go, here):
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "said"),
+    [
+        (1, 64, "batch_size 64: .* 128 tokens, 4 sequences a rank, .*: 4$"),
+        (1, 3, "batch_size 3: .*nearest that work: 2 or 4$"),
+        (2, 4, "batch_size 4: .*, 2 sequences a rank, .*nearest that work: 2$"),
+        (3, 1, "4 sequences, which 3 ranks cannot share equally; .*: 2 or 4 ranks$"),
+    ],
+)
+def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, said, go, here):
     go(max_steps=1)
-    said = rf"batch_size {batch_size} x seq_len 32 x {ranks} ranks\).*a step keeps its 128 tokens"
+    saved = read_state(newest(here))
     with refused(said):
-        resumed_config(load_config(batch_size=batch_size), read_state(newest(here)), ranks)
+        resumed_config(load_config(batch_size=batch_size), saved, ranks)
+    for works in re.findall(r"\d+", said.rpartition(":")[2]):
+        given = (int(works), 1) if ranks == 3 else (ranks, int(works))
+        resumed_config(load_config(batch_size=given[1]), saved, given[0])
 
 
 def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here):
@@ -215,6 +254,51 @@ def test_a_run_and_its_weights_are_found_through_linked_checkpoints_however_it_i
     assert go(resumed)["resumed_after_step"] == 4
     assert checkpoints(linked) == ["step_000004", "step_000006"]
     assert (linked / "checkpoints").is_symlink()
+
+
+READ_ONLY = {"checkpoint_every": 2, "eval_every": 2, "val_fraction": 0.1, "dropout": 0.1}
+
+
+def test_a_run_resumed_in_another_log_dir_ends_exactly_and_its_own_folder_is_only_read(
+    go, here, tmp_path, monkeypatch
+):
+    go(**READ_ONLY, run_name="straight")
+    go(**READ_ONLY, max_steps=4)
+    before, other = contents(here), tmp_path / "other"
+    monkeypatch.setattr(os, "access", lambda path, _: path != here)
+    with refused(f"{here}: cannot be written; to resume in FOLDER/train, add --log_dir FOLDER"):
+        go(**READ_ONLY, resume=str(here))
+    for source in (here, here / "checkpoints/step_000002"):  # whose later steps are not lost
+        go(**READ_ONLY, resume=str(source), log_dir=str(other))
+        assert end_of(other / "train") == end_of(here.with_name("straight"))
+        assert contents(here) == before
+    assert (other / "train.1/checkpoints/step_000006").exists()
+    assert (other / "train/config.yaml").exists()
+    again = go(**READ_ONLY, max_steps=8, resume="auto", log_dir=str(other))
+    assert again["resumed_after_step"] == 6
+
+
+def test_a_run_without_steps_left_is_saved_in_the_other_log_dir_alone(go, here, tmp_path):
+    go(**READ_ONLY)
+    (here / "summary.json").unlink()  # killed after its last step
+    before = contents(here)
+    go(**READ_ONLY, eval_tokens=64, resume=str(here), log_dir=str(tmp_path / "other"))
+    assert checkpoints(tmp_path / "other/train") == ["best_000006", "step_000006"]
+    assert contents(here) == before
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_file_in_place_of_its_checkpoint_names_the_folder(name, go, here):
+    go(max_steps=1)
+    file = newest(here) / name
+    said = f"{file}: is only a file of a checkpoint; give its folder, {newest(here)}$"
+    for act in (
+        lambda: go(load_config(resume=str(file), max_steps=2)),
+        lambda: go(init_from=str(file)),
+        lambda: load_model(str(file)),  # as sample.py, evaluate.py and export.py
+    ):
+        with refused(said):
+            act()
 
 
 def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(linked, go, tmp_path):
