@@ -11,8 +11,9 @@ from config import load_config
 from measure.ladder import roofline
 from measure.ladder.climb import predict_stages
 from measure.ladder.record import Device, Predictions, Record
-from measure.ladder.roofline import count, fuse, predict
+from measure.ladder.roofline import Counter, count, fuse, predict
 from tests.conftest import CPU, ROOT, TINY, TINY_RUN
+from tests.evidence.predict_a100 import describe_hits
 from tests.test_ladder import climb, plan
 
 SMALL = TINY | TINY_RUN | {"n_layer": 1}
@@ -52,6 +53,18 @@ def test_views_move_nothing_and_a_sum_moves_what_it_reads_and_writes():
     assert lookup.bytes == 2 * 4 * 32 * 32 * 4  # rows, not the matrix
 
 
+def test_a_mask_that_fills_a_copy_moves_the_scores_four_times():
+    scores, mask = torch.zeros(4, 32, 32), torch.ones(32, 32, dtype=torch.bool)
+    with Counter() as counter:
+        scores.masked_fill(mask, 0.0)
+    with torch.profiler.profile() as trace:
+        scores.masked_fill(mask, 0.0)
+    names = ["clone", "masked_fill_"]
+    assert [op.name for op in counter.operations] == names
+    assert {f"aten::{name}" for name in names} <= {event.name for event in trace.events()}
+    assert sum(op.bytes for op in counter.operations) == 4 * scores.nbytes + mask.nbytes
+
+
 def test_fused_operations_move_about_as_much_as_inductors_kernels():
     path = ROOT / "logs/results/counted/speedup10_8.txt"
     text = path.read_text()
@@ -61,6 +74,13 @@ def test_fused_operations_move_about_as_much_as_inductors_kernels():
     fused = sum(op.bytes for op in operations if op.name == "fused") / 1e9
     assert triton == pytest.approx(15.23)
     assert fused == pytest.approx(triton, rel=0.2)
+
+
+def test_hits_are_counted_beside_those_of_always_1_and_only_where_something_moves():
+    factors = [(1.0, 1.1), (1.0, 1.25), (3.0, 2.5), (3.0, 2.0)]
+    assert describe_hits(factors) == (
+        "2 of the 3 published factors beyond 15% are predicted within 25% (always 1: 1)."
+    )
 
 
 def test_the_slowest_of_arithmetic_memory_and_launch_is_what_an_operation_takes():

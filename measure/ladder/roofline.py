@@ -76,6 +76,10 @@ class Counter(TorchDispatchMode):
         flops = count(*args, **kwargs, out_val=result)
         floats = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
         dtype = str(next(floats, torch.float32)).removeprefix("torch.")
+        if name == "masked_fill":
+            # ATen copies the tensor, then fills the copy: native/TensorAdvancedIndexing.cpp.
+            self.operations.append(Operation("clone", 0.0, dtype, bytes_of(args[0]), outputs))
+            name, inputs = "masked_fill_", bytes_of(args[1]) | outputs
         call = functools.partial(func, *args, **kwargs)
         self.operations.append(Operation(name, flops, dtype, inputs, outputs, call))
         return result
