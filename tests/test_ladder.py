@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
+from runtime.runlog import LOG_COLUMNS
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
 from train import train
@@ -83,7 +85,7 @@ def results(ladder="ladder"):
 def fake_run(stage):
     """Record a finished run of a stage, without running it."""
     steps, losses = [*range(1, 51)], 50 * [6.0]
-    log = {"step": steps, "loss": losses} | dict.fromkeys(("dt_ms", "tokens_per_sec"), losses)
+    log = {"step": steps, "loss": losses} | dict.fromkeys(LOG_COLUMNS[2:], losses)
     summary = dict.fromkeys(Summary.model_fields, "10") | {"world_size": stage.ranks}
     summary |= {"interrupted": False}
     run = Run(config=stage.config.model_dump(mode="json"), summary=summary, log=log)
@@ -186,9 +188,7 @@ def test_two_ladders_do_not_climb_in_one_folder():
 
 
 @pytest.mark.usefixtures("rungs")
-def test_a_climb_keeps_what_another_saved_just_before_it_and_a_damaged_record_is_one_line(
-    monkeypatch, capsys
-):
+def test_a_climb_keeps_what_another_saved_just_before_it(monkeypatch, capsys):
     assert climb("plain.yaml", *OFF) == 0
     path = LADDER / "ladder.json"
     found = path.read_text()
@@ -199,9 +199,41 @@ def test_a_climb_keeps_what_another_saved_just_before_it_and_a_damaged_record_is
     assert "== 1 of 1" not in capsys.readouterr().out
     with refused("logs/ladder: has the ladder of plain; name these"):
         climb("flash.yaml", "--report_only")
-    path.write_text("{")
-    with refused("ladder.json: damaged"):
-        climb("plain.yaml", "--report_only")
+
+
+RUN, SIDE = "runs baseline", "comparisons speedup1 sides 1"
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("runs", 1),
+        (f"{RUN} summary median_tokens_per_sec", 0),
+        (f"{RUN} log loss", [6.0]),
+        (f"{RUN} log step", [math.nan] * 50),
+        (f"{RUN} log", {"step": [1]}),
+        (f"{RUN} eval", {"step": [1]}),
+        ("comparisons speedup1 sides", []),
+        (f"{SIDE} tokens_per_sec", [1.0]),
+        (f"{SIDE} tokens_per_sec", [0.0] * 6),
+        (f"{SIDE} turns", []),
+        ("size", [4, 4, 256, 0]),
+    ],
+)
+def test_a_damaged_record_is_one_line(place, value):
+    found = finished("baseline", "speedup1")
+    fake_comparison(found[1], 2.0)
+    path = LADDER / "ladder.json"
+    record = json.loads(path.read_text())
+    *folders, last = [int(part) if part.isdigit() else part for part in place.split()]
+    at = record
+    for part in folders:
+        at = at[part]
+    at[last] = value
+    for text in (json.dumps(record), "{", "[" * 100_000):
+        path.write_text(text)
+        with refused(r"^logs/ladder/ladder.json: damaged \(.*; restore it, or delete it"):
+            climb("baseline", "speedup1", "--report_only")
 
 
 MISTAKES = """
@@ -281,6 +313,20 @@ def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys
     reason = "bias on there, off here, batch_size 2 there, 1 here"
     with refused(f"baseline is left out: {reason}$", lines=2):
         ladder_report.report("ladder", found)
+
+
+def test_a_report_without_rows_says_what_the_record_has_and_lacks():
+    with refused("logs/ladder: no finished stage to report: no ladder.json; the same command"):
+        climb("baseline", "--report_only")
+    finished("baseline")
+    with refused("to report: ladder.json lists no stages, only the runs of baseline; the same"):
+        climb("baseline", "--report_only")
+    two = plan("baseline")
+    two[0].ranks = 2
+    with refused("note: baseline is left out: ranks 1 there, 2 here$", lines=2):
+        ladder_report.report("ladder", two)
+    with refused("note: ladder.json has baseline, but lacks speedup1, speedup2$", lines=2):
+        ladder_report.report("ladder", plan("speedup1", "speedup2"))
 
 
 # ---- a report alone
@@ -496,6 +542,31 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors():
     assert "speedup5, over speedup3" in Path("logs/across/report.html").read_text()
     own = across(f"{FACTORS}speedup2,speedup1,1.5,,\n", "own/ladder")
     assert "| speedup2 | 1.50 |\n" in own
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read: No such file or directory; --across takes folders of ladders"),
+        ("", "not the table of a ladder: has no column base"),
+        ("a,b\n1,2\n", "not the table of a ladder: has no column base"),
+        (FACTORS, "has no stage with a base, so no factor"),
+        (f"{FACTORS}b,a,fast,,,\n", "not the table of a ladder (ValueError: could not convert"),
+        (f"{FACTORS}b,a,0,,,\n", "not the table of a ladder (ValueError: bad row of b)"),
+        (f"{FACTORS}b,a,2.0,-1,3,\n", "not the table of a ladder (ValueError: bad row of b)"),
+        (f"{FACTORS}b,a,nan,,,\n", "not the table of a ladder (ValueError: bad row of b)"),
+        (f"{FACTORS}b\n", "not the table of a ladder (ValueError: bad row of b)"),
+        (f"{FACTORS}b,a,\xff\n".encode("latin-1"), "not the table of a ladder (UnicodeDecode"),
+        (f'{FACTORS}b,"a\n', "not the table of a ladder (Error: unexpected end of data"),
+    ],
+)
+def test_a_bad_table_beside_others_is_one_line(content, reason):
+    Path("m/speedup").mkdir(parents=True)
+    if content is not None:
+        content = content if isinstance(content, bytes) else content.encode()
+        Path("m/speedup/results.csv").write_bytes(content)
+    with refused(rf"^m/speedup/results\.csv: {re.escape(reason)}"):
+        climb("--across", "m/speedup")
 
 
 def test_pictures_of_factors_name_gpus_machines_and_days(monkeypatch):

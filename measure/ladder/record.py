@@ -1,13 +1,15 @@
 """All results of a ladder in one file, ladder.json: runs, comparisons, predictions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from config import MFU, Config
 from measure.interleaved.comparison import Comparison, Result
+from measure.interleaved.ratio import FEWEST
 from runtime.cli import load, show
 from runtime.errors import UserError, in_a_line
 from runtime.files import write_json
@@ -31,6 +33,7 @@ OFF = {"false", "none", "null", "0", "0.0", ""}  # values of a stored option, in
 
 
 Columns = dict[str, list[float | None]]  # a CSV file's; None is an empty cell
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Device(BaseModel, frozen=True):
@@ -73,8 +76,8 @@ def curve(log: Columns, column: str = "loss") -> dict[int, float]:
 class Summary(Result, extra="allow"):
     """The figures of summary.json that a report needs; the other ones are kept."""
 
-    median_dt_ms: float
-    median_tokens_per_sec: float
+    median_dt_ms: Positive
+    median_tokens_per_sec: Positive
     first_step_s: float
     peak_memory_mb: float
     utilization: float | None  # MFU; None if the matmul could not be timed
@@ -104,6 +107,19 @@ class Run(BaseModel):
     log: Columns
     eval: Columns = {}
 
+    @model_validator(mode="after")
+    def _check_columns(self) -> "Run":
+        """Raise ValueError for a table that lacks a column or has one of another length."""
+        tables = ((self.log, LOG_COLUMNS), (self.eval, EVAL_COLUMNS if self.eval else ()))
+        for table, required in tables:
+            if not table.keys() >= {*required}:
+                raise ValueError(f"a table of a run needs the columns {', '.join(required)}")
+            if len({len(column) for column in table.values()}) > 1:
+                raise ValueError("columns of a run have different lengths")
+            if not all(step is not None and math.isfinite(step) for step in table.get("step", ())):
+                raise ValueError("a table of a run has a row without a step")
+        return self
+
     @classmethod
     def read(cls, folder: Path, config: dict[str, Any]) -> "Run":
         """Read the folder of a run with these settings."""
@@ -119,10 +135,10 @@ class Run(BaseModel):
 class Prediction(BaseModel):
     """The predicted seconds of a step, by the limits of its operations."""
 
-    tokens: int
-    arithmetic: float
-    memory: float
-    launches: float
+    tokens: PositiveInt
+    arithmetic: NonNegativeFloat
+    memory: NonNegativeFloat
+    launches: NonNegativeFloat
     settings: dict[str, Any] = {}  # of the config; ladders before 2026-11-26 lack them
 
     @property
@@ -161,13 +177,28 @@ class Record(BaseModel):
 
     stages: dict[str, Planned] = {}
     seeds: int = 0  # 0 if only speeds are compared
-    size: tuple[int, ...] = ()  # quick.Size of a quick ladder
+    size: tuple[PositiveInt, ...] = ()  # quick.Size of a quick ladder
 
     runs: dict[str, Run] = {}
     comparisons: dict[str, Comparison] = {}  # each stage with its base
     predicted: Predictions = Predictions()
     folder: Path = Field(default=Path(), exclude=True)
     failures: list[str] = Field(default=[], exclude=True)  # errors of this climb, a line each
+
+    @model_validator(mode="after")
+    def _check_ratios(self) -> "Record":
+        """Raise ValueError for comparisons and predictions from which no ratio can be computed."""
+        if any(prediction.seconds <= 0 for prediction in self.predicted.stages.values()):
+            raise ValueError("a prediction of 0 seconds")
+        for name, found in self.comparisons.items():
+            rates = [side.tokens_per_sec for side in found.sides]
+            if len(rates) < 2 or len({*map(len, rates)}) > 1 or len(rates[0]) < FEWEST:
+                raise ValueError(f"comparison {name}: needs two sides with {FEWEST} equal rounds")
+            if any(rate <= 0 for side in rates for rate in side):
+                raise ValueError(f"comparison {name}: has a speed of 0 or less")
+            if not all(side.turns for side in found.sides):
+                raise ValueError(f"comparison {name}: has a side without turns")
+        return self
 
     def fail(self, name: str, error: str) -> None:
         """Print and keep the error of a stage; the other stages still run."""
@@ -208,6 +239,8 @@ def differences(there: Sequence[Mapping[str, Any]], here: Sequence[Config]) -> s
     Another version of this code may have stored its options: a missing one has its default, and an
     unknown one is ignored if it is off.
     """
+    if len(there) != len(here):
+        return f"settings of {len(there)} sides there, {len(here)} here"
     found = dict[str, None]()  # a set in order
     for stored, config in zip(there, here, strict=True):
         known = Config.model_fields

@@ -1,6 +1,7 @@
 """Report a ladder, an ablation, and ladders of several machines."""
 
 import csv
+import math
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import LIMITS, Run, Summary, curve, differences, read_columns
+from measure.ladder.record import FILE, LIMITS, Run, Summary, curve, differences, read_columns
 from measure.ladder.stages import (
     REFERENCE,
     Stage,
@@ -26,7 +27,7 @@ from measure.ladder.stages import (
 )
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
-from runtime.errors import UserError
+from runtime.errors import UserError, in_a_line
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
 
@@ -118,9 +119,12 @@ def report_stages(
     record, days = stages[0].record, dict[str, set[str]]()
     for found in results:
         days.setdefault(found.place, set()).update(filter(None, [found.date]))
+    remarks = [*record.failures, *left_out(stages)]
+    if not (parts["rows"] or remarks):
+        remarks += lacking(stages)
     write_report(
         folder=record.folder,
-        remarks=[*record.failures, *left_out(stages)],
+        remarks=remarks,
         where="; ".join(", ".join([place, *sorted(days[place])]) for place in days),
         **parts,
     )
@@ -133,8 +137,25 @@ def left_out(stages: Iterable[Stage]) -> Iterator[str]:
         found = stage.record.comparisons.get(stage.key) if stage.base else None
         if run and (differing := differences([run.config], [stage.config])):
             yield f"note: {stage.name} is left out: {differing}"
+        elif run and run.summary.world_size != stage.ranks:
+            there = run.summary.world_size
+            yield f"note: {stage.name} is left out: ranks {there} there, {stage.ranks} here"
         elif found and (differing := differences(found.settings, stage.sides)):
             yield f"note: the interleaved rounds of {stage.key} are left out: {differing}"
+
+
+def lacking(stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield a line on the finished work in a record from which no row can be made, if any."""
+    record = stages[0].record
+    if has := [*record.runs, *(f"rounds of {name}" for name in record.comparisons)]:
+        lacks = [stage.key for stage in stages if not (stage.finished or stage.comparison)]
+        yield f"note: {FILE} has {shortened(has)}, but lacks {shortened(lacks)}"
+
+
+def shortened(names: Sequence[str], most: int = 6) -> str:
+    """Return names in a line, at most `most` of them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 # ---- a ladder
@@ -322,6 +343,36 @@ def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
 PUBLISHED = {"A100, published": "a100_tokens_per_sec", "one GPU, published": "gpu_ms"}
 
 
+def factors_in(table: Path) -> dict[tuple[str, str], Estimate | None]:
+    """Return the factor of each stage over its base in the results of a ladder, by both names.
+
+    A stage that ran another precision in place of bf16 is left out. Raises UserError for any other
+    file.
+    """
+    found = dict[tuple[str, str], Estimate | None]()
+    try:
+        lines = csv.DictReader(table.read_text(encoding="utf-8").splitlines(), strict=True)
+        if missing := {"stage", "base", "over_base"} - {*(lines.fieldnames or ())}:
+            raise UserError(f"{table}: not the table of a ladder: has no column {min(missing)}")
+        for line in lines:
+            stage, base = line["stage"], line["base"]
+            ends = [line["over_base"], *map(line.get, ("over_base_low", "over_base_high"))]
+            values = [float(end) for end in ends if end]
+            if not base or len(values) == 2 or not all(0 < value < math.inf for value in values):
+                raise ValueError(f"bad row of {stage}")
+            if stage != base and not line.get("in_place_of_added_bf16"):
+                found[stage, base] = Estimate(*values) if values else None
+    except OSError as error:
+        raise UserError(
+            f"{table}: cannot be read: {error.strerror}; --across takes folders of ladders"
+        ) from None
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{table}: not the table of a ladder ({in_a_line(error)})") from None
+    if not found:
+        raise UserError(f"{table}: has no stage with a base, so no factor")
+    return found
+
+
 def across(folders: Sequence[str], out: Path) -> None:
     """Report ladders of several machines, and the published factors, beside each other.
 
@@ -333,16 +384,8 @@ def across(folders: Sequence[str], out: Path) -> None:
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
         machines.append(str(folder) if name in machines else name)
-        table = folder / "results.csv"
-        for line in csv.DictReader(table.read_text(encoding="utf-8").splitlines()):
-            if not line.keys() >= {"stage", "base", "over_base"}:
-                raise UserError(f"{table}: not the table of a ladder")
-            stage, base = line["stage"], line["base"]
-            if stage != base and not line.get("in_place_of_added_bf16"):
-                ends = map(line.get, ("over_base", "over_base_low", "over_base_high"))
-                values = [float(end) for end in ends if end]
-                over_base = Estimate(*values) if values else None
-                rows.setdefault((stage, base), {})[machines[-1]] = over_base
+        for rung, over_base in factors_in(folder / "results.csv").items():
+            rows.setdefault(rung, {})[machines[-1]] = over_base
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
     cards = list[Card]()

@@ -22,6 +22,7 @@ from config import (
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.rounds import python_command, to_flags
 from measure.ladder.record import (
+    FILE,
     Device,
     Planned,
     Prediction,
@@ -233,7 +234,12 @@ def planned_before(record: Record) -> list[Stage]:
         stage.ranks = planned.ranks
         stages.append(stage)
     if not stages:
-        raise UserError(f"{record.folder}: no finished stage to report")
+        runs = ", ".join(record.runs)
+        has = f"{FILE} lists no stages, only the runs of {runs}" if runs else f"no {FILE}"
+        raise UserError(
+            f"{record.folder}: no finished stage to report: {has}; "
+            "the same command without --report_only runs the ladder, and keeps finished runs"
+        )
     return stages
 
 
