@@ -1,8 +1,8 @@
 """Evaluate a model: `python evaluate.py quickstart`, or `python evaluate.py gpt2 --hellaswag
 download`.
 
-Prints the validation loss and perplexity, always over the same tokens, each exactly once, and
-HellaSwag scores. Under torchrun the ranks share the work.
+Prints the validation loss, perplexity and bits per byte, always over the same tokens, each exactly
+once, and HellaSwag scores. Under torchrun the ranks share the work.
 """
 
 import contextlib
@@ -61,13 +61,18 @@ import torch
 from checkpoint.resume import check_same_tokens
 from checkpoint.state import SavedState
 from checkpoint.weights import find_weights, read_weights
-from config import Config
+from config import GPT2_TOKENS, Config
 from data.hellaswag import download
 from data.prepare import prepare_if_missing
 from dataloader import TokenStream, open_corpus
 from inference.hellaswag import METRICS, read_questions, score
 from inference.sampling import encode
-from inference.validation import check_split, count_sequences, validation_loss
+from inference.validation import (
+    bytes_per_target,
+    check_split,
+    count_sequences,
+    validation_loss,
+)
 from model import GPT, GPTConfig
 from runtime.device import (
     check_precision,
@@ -172,6 +177,9 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
 def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Results:
     """Compute and print the validation loss; returns its part of --json."""
     tokens = count_sequences(val, config.eval_tokens) * val.seq_len
+    size = 0.0  # mean bytes of a target's text, if the vocabulary is GPT-2's
+    if model.config.n_vocab == GPT2_TOKENS:
+        size = world.on_rank0(lambda: bytes_per_target(val, tokens))
     loss = validation_loss(model, val, config.batch_size, tokens, world)
     results = {
         "corpus": str(val.spans[0].file.path.parent),
@@ -179,10 +187,13 @@ def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Resu
         "seq_len": val.seq_len,
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),  # exp overflows from 710 on
+        "bits_per_byte": loss / math.log(2) / size if size else None,
     }
+    in_bits = f", {results['bits_per_byte']:.4f} bits per byte" if size else ""
     print(
         f"{results['corpus']}: validation loss {loss:.4f} nats per token, perplexity "
-        f"{results['perplexity']:,.2f}, over {tokens:,} tokens in sequences of {val.seq_len}",
+        f"{results['perplexity']:,.2f}{in_bits}, over {tokens:,} tokens in sequences of "
+        f"{val.seq_len}",
         flush=True,
     )
     return results

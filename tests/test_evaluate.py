@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import data.hellaswag
 import evaluate
 from data.hellaswag import Line, Row, clean, download, read_items, rows_of
+from data.token_file import write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
 from inference.hellaswag import METRICS, choices, ending_losses, interval, read_questions, score
@@ -286,7 +287,8 @@ def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tokens, ti
     assert results["dtype"] == ("bfloat16" if config.bf16 else "float32")
     corpus = f"{config.data_dir}/tiny"
     expected = {"loss": logged, "perplexity": math.exp(logged), "tokens": tokens, "seq_len": 32}
-    assert results["validation"] == expected | {"corpus": corpus}
+    # its vocabulary is not GPT-2's
+    assert results["validation"] == expected | {"corpus": corpus, "bits_per_byte": None}
 
 
 def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp_path, capsys):
@@ -305,6 +307,30 @@ def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp
     assert f"validation loss {loss:.4f} nats per token" in capsys.readouterr().out
 
 
+def test_bits_per_byte_divides_the_loss_of_the_targets_by_the_bytes_of_their_text(
+    pair, tmp_path, capsys
+):
+    """Tokens beyond the last whole sequence, the first token, and <|endoftext|> have no bytes."""
+    _, theirs, folder = pair
+    encoding = get_encoding()
+    texts = ["naïve, 日本語 😀 don't\n\n", " a  rope sits" * 9, "The end, 3.5 Ça"]
+    tokens = [token for text in texts for token in [END_OF_TEXT, *encoding.encode_ordinary(text)]]
+    write_corpus(tmp_path / "texts", [tokens])
+    bits = size = 0
+    for start in range(0, 40, 8):
+        x, y = (torch.tensor(tokens[start + i : start + i + 8]) for i in (0, 1))
+        with torch.no_grad():
+            loss = F.cross_entropy(theirs(x[None]).logits[0], y, reduction="sum").item()
+        bits += loss / math.log(2)
+        size += len(encoding.decode_bytes([token for token in y.tolist() if token != END_OF_TEXT]))
+    assert END_OF_TEXT in tokens[1:41]
+    assert len(tokens) > 41
+    words = f"{folder} --dataset texts --data_dir {tmp_path} --val_fraction 1 --seq_len 8"
+    results = command(f"{words} --tokens 41 --batch_size 2 --device cpu")["validation"]
+    assert results["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
+    assert f", {bits / size:.4f} bits per byte, over 40 tokens" in capsys.readouterr().out
+
+
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
     words = f"{pair[2]} --dataset tiny --data_dir {corpus} --val_fraction 0.5 --hellaswag {file}"
     one = json.loads(json.dumps(command(f"{words} --device cpu")))
@@ -313,7 +339,8 @@ def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, t
     assert done[1].stdout == ""
     both = json.loads((tmp_path / "both.json").read_text())
     assert both["hellaswag"] == one["hellaswag"]
-    assert both["validation"]["loss"] == pytest.approx(one["validation"]["loss"], rel=1e-6)
+    for figure in ("loss", "bits_per_byte"):
+        assert both["validation"][figure] == pytest.approx(one["validation"][figure], rel=1e-6)
 
 
 def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, capsys):
