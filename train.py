@@ -32,6 +32,7 @@ from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from inference.evaluation import Evaluation, is_due
+from inference.expected import ExpectedLosses
 from optimizer import clip_gradients, describe_rate_change, learning_rate, make_optimizers
 from runtime.clock import mark_time
 from runtime.device import (
@@ -64,6 +65,7 @@ class Run:
     autocast: Callable[[], contextlib.AbstractContextManager]
     batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
     val: TokenStream  # the corpus's validation split; empty if `batches` is given
+    expected: ExpectedLosses  # none if `batches` is given
     notes: list[str]  # for the user
 
 
@@ -150,13 +152,14 @@ def setup(
 
     # Batches: threads read ahead while the device computes. The sequences of a batch are a pure
     # function of the step, so a resumed run only needs its step.
-    val = TokenStream([], config.seq_len)
+    val, expected = TokenStream([], config.seq_len), ExpectedLosses({})
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
-        notes += loader.describe(val)
+        expected = world.on_rank0(lambda: ExpectedLosses.of(loader.stream, model.config.n_vocab))
+        notes += [*loader.describe(val), expected.description]
         restore(resumed, state, loader.stream.fingerprint(), config, world)
         batches = prefetch(loader, device, state.step + 1)
-    return Run(config, world, state, trained, autocast, batches, val, notes)
+    return Run(config, world, state, trained, autocast, batches, val, expected, notes)
 
 
 def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
@@ -243,7 +246,7 @@ def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
     every = (config.checkpoint_every, config.eval_every, config.hellaswag_every)
     if last or state.stopping or any(is_due(n, step, last) for n in (*every, config.sample_every)):
         state.settle(config)  # normally later, while a GPU already computes the next step
-    problem = log_steps(folder, state, config, world)
+    problem = log_steps(folder, state, config, world, run.expected.add)
     stopping = state.stopping and not last  # the last step ends the run anyway
     # A run that ends always saves, so that no step is lost.
     if last or stopping or is_due(config.checkpoint_every, step, last):
@@ -293,6 +296,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
             config.model_dump(mode="json"), lambda: live_figures(config, state, world)
         )
         evaluation.resume(repeat=state.step if is_stale else None)
+        for step, loss in folder.losses().items():  # of earlier calls, which printed the lines
+            run.expected.add(step, loss)
         stop.end_early(world.any(stop.received is not None))
         take_steps(run, folder, evaluation, stop)
         summary = summarize(config, state, world, folder) | evaluation.latest()

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,11 +182,18 @@ def hint(run: Path, config: Config) -> str:
     return f"{advice}; --resume {shlex.quote(str(run))} {lower} resumes from its last checkpoint"
 
 
-def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str:
+def log_steps(
+    run: RunFolder,
+    state: State,
+    config: Config,
+    world: World,
+    judge: Callable[[int, float], list[str]] = lambda step, loss: [],
+) -> str:
     """Log the steps whose figures are read; returns why the last update was skipped, else "".
 
-    Raises TrainingError after more updates with a loss or norm that is not finite than
-    `skip_nonfinite`. An overflow in fp16 does not count: the scaler halves its scale.
+    `judge`: returns lines on a logged step and its loss. Raises TrainingError after more updates
+    with a loss or norm that is not finite than `skip_nonfinite`. An overflow in fp16 does not
+    count: the scaler halves its scale.
     """
     while state.taken:
         step, figures, notes, state.problem, is_fatal = state.taken.popleft()
@@ -198,6 +205,7 @@ def log_steps(run: RunFolder, state: State, config: Config, world: World) -> str
             tokens = config.tokens_per_step(world.world_size)
             figures["tokens_per_sec"] = tokens / figures["dt_ms"] * 1e3
             run.log(step, config.last_step, figures)
+            run.message(*judge(step, figures["loss"]))
         run.message(*notes)
     return state.problem
 

@@ -275,8 +275,13 @@ class RunFolder:
     def times_and_loss(self) -> tuple[list[float], float]:
         """Return the seconds of the steps in log.csv, and the last one's loss: nan if none."""
         rows = self._rows("log.csv").values()
-        losses = [math.nan, *(row["loss"] for row in rows if row["loss"] is not None)]
+        losses = [math.nan, *self.losses().values()]
         return [row["dt_ms"] / 1e3 for row in rows if row["dt_ms"]], losses[-1]
+
+    def losses(self) -> dict[int, float]:
+        """Return the losses in log.csv by step."""
+        rows = self._rows("log.csv").items()
+        return {step: row["loss"] for step, row in rows if row["loss"] is not None}
 
     def evaluations(self) -> dict[int, dict[str, float]]:
         """Return the figures in eval.csv by step and column."""

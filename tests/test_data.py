@@ -3,6 +3,7 @@ tokens.
 """
 
 import itertools
+import math
 import os
 import random
 import re
@@ -326,6 +327,20 @@ def test_a_corpus_too_small_for_one_step_says_how_many_tokens_one_takes():
     with refused("128 tokens make 31 sequences of 4, but one step takes 32, at least 129 tokens;"):
         DataLoader(make_stream(128), 2, world_size=4, accumulation=4)
     DataLoader(make_stream(129), 2, world_size=4, accumulation=4)
+
+
+def test_the_entropy_is_of_the_token_frequencies_of_the_training_part_or_its_first_tokens(
+    monkeypatch,
+):
+    monkeypatch.setattr(dataloader, "COUNTED_AT_ONCE", 3)
+    for shard, tokens in enumerate(([7, 0, 7, 0, 1], [7, 2, 7, 50256, 50256, 50256, 50256, 50256])):
+        write_token_file(Path(f"c_train_{shard}.bin"), [tokens])
+    train, val = open_corpus(Path(), 2, 50257, val_fraction=5 / 13)  # 7 7 7 7 0 0 1 2 are left
+    assert (train.tokens, val.tokens) == (8, 5)
+    assert train.entropy(8) == train.entropy(10**7) == pytest.approx(1.75 * math.log(2))
+    assert train.entropy(4) == pytest.approx(math.log(2))  # 7 0 7 0
+    assert train.entropy(6) == pytest.approx(-sum(n / 6 * math.log(n / 6) for n in (3, 2, 1)))
+    assert val.entropy(9) == 0
 
 
 def test_files_shorter_than_a_sequence_are_noted_as_no_sequence_crosses_the_end_of_a_file():

@@ -74,6 +74,7 @@ def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_conf
     out = capsys.readouterr().out
     epochs = f"{60 * 4 * 32 / 3600:.2f} epochs of the 3,600 tokens of {config.data_dir}/tiny"
     assert f"{epochs}, which has 400 more" in out
+    assert "\nloss to expect: 4.85 untrained (ln 128), 4.61 from token frequencies alone\n" in out
     assert re.search(
         r"\nbatch:   the largest batch_size that fits is [\d,]+, in the [\d,]+ MB", out
     )

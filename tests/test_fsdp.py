@@ -8,7 +8,7 @@ import torch
 
 from checkpoint.weights import load_model
 from config import load_config
-from data.tokenizer import get_encoding
+from data.tokenizer import END_OF_TEXT, get_encoding
 from tests.conftest import (
     ALONE,
     MODERN,
@@ -126,9 +126,9 @@ def figures(place, *runs, name="loss"):
 
 
 def drawn(model, n, temperature):
-    """The first line of a sample of n tokens, which begins with the token `The`."""
-    (tokens,) = grown(model, [[464]], n, [1337], temperature=temperature, top_k=50)
-    return get_encoding().decode([464, *tokens]).splitlines()[0]
+    """The first line of a sample of n tokens, which begins a document."""
+    (tokens,) = grown(model, [[END_OF_TEXT]], n, [1337], temperature=temperature, top_k=50)
+    return get_encoding().decode(tokens).splitlines()[0]
 
 
 def last_sample(folder):

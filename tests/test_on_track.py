@@ -2,6 +2,7 @@
 run may end by the clock.
 """
 
+import math
 import re
 from itertools import pairwise
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import torch
 
 import train as train_module
 from config import load_config
+from inference.expected import ExpectedLosses
 from inference.reference import Reference
 from optimizer import learning_rate
 from runtime import clock as clock_module
@@ -114,6 +116,57 @@ def test_each_evaluation_of_a_run_is_judged_once_also_from_another_folder(
     console = (here / "console.log").read_text()
     judged = re.findall(r"^step (\d+): (behind|on track|ahead)", console, re.MULTILINE)
     assert [step for step, _ in judged] == ["0", "3", "6"]
+
+
+# ---- losses to expect
+
+
+def passed(losses, expected=(4.0, 2.0)):
+    names = ("untrained", "token frequencies alone")
+    judge = ExpectedLosses(dict(zip(names, expected, strict=True)))
+    return [line for step, loss in enumerate(losses, 1) for line in judge.add(step, loss)]
+
+
+def test_an_expected_loss_is_passed_once_when_the_mean_of_five_logged_losses_is_lower():
+    first = "step 6: the mean of the last 5 logged losses is below 4.00 (untrained)"
+    second = "step 9: the mean of the last 5 logged losses is below 2.00 (token frequencies alone)"
+    falling = [4.1, 0, 9, 4, 4, 2.9, 2, 1, 0, 5, 9, 9, 0, 0, 0, 0]
+    assert passed(falling) == [first, second]
+    assert passed(falling[:5]) == []
+    assert passed([4, 0, 0, 0]) == []  # fewer than five
+    # below the first one from the start, or both, as in fine-tuning
+    assert [line[:7] for line in passed([3.9, 5, 5, 1, 1, 1, 1, 1])] == ["step 7:"]
+    assert passed([1.9, 9, 9, 9, 9, 1, 1, 1, 1, 1]) == []
+    assert passed([4.1, float("nan"), 3, 3, 3, 3]) == []
+    assert len(passed([4.1, float("nan"), 3, 3, 3, 3, 3])) == 1
+
+
+def test_a_run_says_once_when_its_loss_has_passed_those_to_expect_also_resumed(go, here):
+    """100 of the vocabulary's 128 tokens are in the corpus, equally often."""
+    options = {"init": "torch", "lr": 1e-3, "log_every": 2, "val_fraction": 0.2}
+    straight = here.with_name("straight")
+    go(**options, max_steps=40, run_name="straight")
+    head, *lines = lines_on_losses(straight)
+    assert head == "loss to expect: 4.85 untrained (ln 128), 4.61 from token frequencies alone"
+    losses = read_rows(straight / "log.csv")
+    steps = [*losses]
+    at = [
+        next(steps[i] for i in range(4, 21) if mean(losses, steps[i - 4 : i + 1]) < level)
+        for level in (math.log(128), math.log(100))
+    ]
+    assert [int(re.findall(r"\d+", line)[0]) for line in lines] == at
+    go(**options, max_steps=at[0])
+    go(resume="auto", max_steps=40)
+    assert lines_on_losses(here) == [head, lines[0], head, lines[1]]
+
+
+def lines_on_losses(run):
+    text = (run / "console.log").read_text()
+    return re.findall("^loss to expect.*|^.*is below.*", text, re.MULTILINE)
+
+
+def mean(rows, steps):
+    return sum(rows[step]["loss"] for step in steps) / len(steps)
 
 
 # ---- spikes and slow steps

@@ -378,6 +378,7 @@ def test_a_run_has_files_of_a_fixed_form_and_says_what_runs_before_its_first_ste
         "loaded 3,600 tokens",
         "and 400 for validation",
         "1 epoch = 28 batches",
+        "loss to expect: 4.85 untrained (ln 128), 4.61 from token frequencies alone",
         "num decayed parameter tensors: 29, with",
         "num non-decayed parameter tensors: 0, with 0",
         "optimizations on: init gpt2, warmup_steps 50, tf32, flash; off: padded vocabulary, ",

@@ -23,6 +23,7 @@ from checkpoint.weights import adopt_architecture
 from config import LEAST_MFU, MFU, MOST_MFU, Config
 from data.prepare import prepare_if_missing
 from dataloader import open_corpus
+from inference.expected import ExpectedLosses
 from kernels.loss import summed_loss
 from model import GPT
 from runtime.device import choose_device, device_name, matmul_tflops
@@ -113,7 +114,7 @@ def describe_hours(config: Config, rate: float | None, step_seconds: float, toke
 
 
 def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
-    """Return a line on the run's epochs, or on how to write a corpus that is missing.
+    """Return lines on the run's epochs and losses, or how to write a corpus that is missing.
 
     Writes a small corpus that is missing. Raises TokenFileError for a bad corpus.
     """
@@ -125,7 +126,7 @@ def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
     split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
     epochs = f"{tokens / split.tokens:,.2f} epochs of the {split.tokens:,} tokens of {folder}"
     more = f", which has {val.tokens:,} more for validation" if val.tokens else ""
-    return f"corpus:  {epochs}{more}"
+    return f"corpus:  {epochs}{more}\n{ExpectedLosses.of(split, n_vocab).description}"
 
 
 def describe_disk(config: Config, size: float) -> tuple[bool, str]:
