@@ -22,6 +22,7 @@ EVERYTHING = WITH_TEXT | {
     "val_fraction": 0.02,
     "eval_every": 3,
     "sample_every": 4,
+    "sample_prompt": "The",
     "sample_tokens": 2,
     "checkpoint_every": 2,
     "max_steps": 9,
