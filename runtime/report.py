@@ -105,6 +105,8 @@ def describe_duration(seconds: float | None, mfu: float, shorter: str) -> str:
 
 # ---- figures with intervals
 
+SAME = (0.95, 1.05)  # an interval inside shows that two speeds differ by less than 5%
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -132,8 +134,18 @@ class Estimate:
             return Estimate(1 / self.value)
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
+    @property
+    def verdict(self) -> str:
+        """What a factor's interval says: `no difference` within 0.95 to 1.05, `unclear` if it
+        contains 1 and is wider; empty if it leaves 1 out, or if there is none.
+        """
+        low, high = self.ends
+        if self.low is None or not low <= 1 <= high:
+            return ""
+        return "no difference" if SAME[0] <= low and high <= SAME[1] else "unclear"
+
     def __str__(self) -> str:
-        """Format a factor: `1.14 (1.09 to 1.19)`, `about 1 (...)` if the interval contains 1."""
+        """Format a factor, with its verdict: `1.12 (0.96 to 1.28), unclear`."""
         low, high = self.ends
         if self.low is None:
             return f"{self.value:.2f}"
@@ -143,8 +155,8 @@ class Estimate:
             and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}"))
             else 3
         )
-        shown = "about 1" if low <= 1 <= high else f"{self.value:.{digits}f}"
-        return f"{shown} ({low:.{digits}f} to {high:.{digits}f})"
+        verdict = self.verdict and f", {self.verdict}"
+        return f"{self.value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){verdict}"
 
     def __format__(self, style: str) -> str:
         """Format as a factor, or in a style such as ".4f" as a mean: `0.3480 +- 0.0480`."""

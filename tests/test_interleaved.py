@@ -14,7 +14,7 @@ import torch
 from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.ratio import mean_over_seeds, median_ratio, product
+from measure.interleaved.ratio import means_over_seeds, median_ratio, product, student_t
 from measure.interleaved.rounds import Side, interleave
 from runtime.cli import parse
 from runtime.errors import TrainingError
@@ -89,9 +89,37 @@ def test_a_product_has_an_interval_only_if_each_factor_has_one_or_is_exactly_1()
     assert product([Estimate(1.0), known]).low == pytest.approx(1.9)
 
 
-def test_a_mean_of_one_seed_has_no_interval_and_one_of_many_a_wider_one():
-    assert f"{mean_over_seeds([1.5]):.4f}" == "1.5000"
-    assert mean_over_seeds([0.0, 1.0] * 10).high > 0.5 + 2.262 * 0.5 / math.sqrt(20)
+def test_means_over_seeds_share_their_variance_and_one_seed_has_no_interval():
+    assert means_over_seeds({"a": [1.5], "b": [2.5]})["a"] == Estimate(1.5)
+    found = means_over_seeds({"a": [1.0, 2.0, 3.0], "b": [5.0, 5.0, 5.0], "c": [0.0, 4.0]})
+    # squares of 2, 0 and 8 over 2 + 2 + 1 degrees of freedom, at which t is 2.571
+    deviation = math.sqrt((2 + 0 + 8) / 5)
+    for name, mean, seeds in (("a", 2.0, 3), ("b", 5.0, 3), ("c", 2.0, 2)):
+        assert found[name].value == mean
+        assert found[name].high - mean == pytest.approx(2.571 * deviation / seeds**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"), [(1, 12.706), (9, 2.262), (10, 2.228), (22, 2.074), (100, 1.984)]
+)
+def test_students_t_is_the_tables(freedom, t):
+    assert student_t(freedom) == pytest.approx(t, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "shown"),
+    [
+        (Estimate(1.14), "1.14"),
+        (Estimate(1.14, 1.09, 1.19), "1.14 (1.09 to 1.19)"),
+        (Estimate(1.01, 1.004, 1.02), "1.010 (1.004 to 1.020)"),
+        (Estimate(1.0, 0.95, 1.05), "1.00 (0.95 to 1.05), no difference"),
+        (Estimate(0.998, 0.9949, 1.0049), "0.998 (0.995 to 1.005), no difference"),
+        (Estimate(1.0, 0.9499, 1.0), "1.00 (0.95 to 1.00), unclear"),
+        (Estimate(1.55, 0.79, 3.05), "1.55 (0.79 to 3.05), unclear"),
+    ],
+)
+def test_a_factor_has_median_and_interval_and_one_of_three_verdicts(estimate, shown):
+    assert str(estimate) == shown
 
 
 # ---- a side that answers at once

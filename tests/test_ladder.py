@@ -514,6 +514,27 @@ def test_stages_are_compared_with_the_one_whose_file_theirs_names():
     }
 
 
+# published logs by series
+SERIES = {"speedup": 8, "a100": 10, "mps": 7, "gpu_ms": 0, "modern": 0, "as_logged": 3}
+BATCH = {"batch_size", "seq_len", "block_size", "total_batch_tokens"}
+RATES = {"lr", "min_lr", "embed_lr", "head_lr", "scalar_lr", "warmup_steps", "lr_schedule"}
+OWN_RATES = {"untied.yaml", "value_residual.yaml"}  # for parameters that their bases do not have
+
+
+@pytest.mark.parametrize("name", [*SERIES, "cpu"])
+def test_a_stage_changes_neither_the_batch_nor_a_learning_rate_beside_anything_else(name):
+    """Its factor, or its loss, would be credited to what its title names."""
+    files = stages.series(stages.series_folder(name))
+    for path in (file for file in files if {*stages.bases(file)[:1]} & {*files}):
+        own, base = load_config(str(path)), load_config(str(stages.bases(path)[0]))
+        changed = {o for o in type(own).model_fields if getattr(own, o) != getattr(base, o)}
+        changed -= {"run_name"}
+        if own.tokens_per_step(1) != base.tokens_per_step(1):
+            assert changed <= BATCH, path
+        elif changed & RATES and path.name not in OWN_RATES:
+            assert changed <= RATES, path
+
+
 def test_a_config_is_not_compared_with_itself():
     assert not climbing.is_to_be_compared(plan("speedup1", "speedup1")[1], True, Device())
 
@@ -585,9 +606,6 @@ def bases_of(found):
 def figures(found, column):
     """A column of a ladder's table, by stage."""
     return {row["stage"]: row[column] for row in ladder_report.rows_of(found)}
-
-
-SERIES = {"speedup": 8, "a100": 10, "mps": 7, "gpu_ms": 0, "modern": 0, "as_logged": 3}
 
 
 def test_published_figures_are_those_of_the_logs():
@@ -668,8 +686,9 @@ def test_each_series_knows_its_logs_and_the_factors_of_published_times_that_can_
         assert len({stage.published.log for stage in found} - {None}) == logs
         factors[series] = figures(found, "published_over_base")
     assert factors["gpu_ms"]["tf32"] == pytest.approx(1000 / 333)
+    assert factors["a100"]["opt2_bf16"] == pytest.approx(40_214 / 34_541, rel=1e-3)
     assert factors["a100"]["opt3"] == pytest.approx(104_613 / 40_214, rel=1e-3)
-    assert [stage for stage, factor in factors["a100"].items() if not factor] == ["baseline"]
+    assert [s for s, factor in factors["a100"].items() if not factor] == ["baseline", "opt2"]
     # cuda_bf16 ran on another GPU
     assert [stage for stage, factor in factors["mps"].items() if factor] == ["tf32"]
     assert not any(factors["speedup"].values())
@@ -677,9 +696,12 @@ def test_each_series_knows_its_logs_and_the_factors_of_published_times_that_can_
 
 def test_a_factor_of_an_a100_is_of_the_same_steps():
     over_base = figures(finished("speedup"), "a100_over_base")
-    some = figures(finished("baseline", "speedup3", "speedup6"), "a100_over_base")
-    for last, before in (("speedup3", "speedup2"), ("speedup6", "speedup5")):
-        assert some[last] == pytest.approx(over_base[before] * over_base[last])
+    some = figures(finished("speedup1", "speedup3_bf16"), "a100_over_base")["speedup3_bf16"]
+    assert some == pytest.approx(over_base["speedup2"] * over_base["speedup3_bf16"])
+    assert over_base["speedup6_flash"] == pytest.approx(145_842 / 104_613)
+    assert over_base["speedup6"] is None
+    both = figures(finished("speedup5", "speedup6"), "a100_over_base")
+    assert both["speedup6"] is None, "published at one batch, and this stage has twice its base's"
     other = figures(finished("a100/baseline", "speedup2"), "a100_over_base")
     assert other["speedup2"] is None
 
@@ -689,21 +711,23 @@ def test_a_factor_of_an_a100_is_of_the_same_steps():
 
 def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch):
     found = {"name": "Tesla T4", "bf16": False}
-    runs = climbed(monkeypatch, found, "speedup", "--stages", "2,3,15", *OFF)
+    runs = climbed(monkeypatch, found, "speedup", "--stages", "2,3_bf16,15", *OFF)
     kinds = {name: (run.config.bf16, run.config.fp16) for name, run in runs.items()}
     assert kinds["speedup2"] == (False, False)
-    assert kinds["speedup3"] == (False, True)
+    assert kinds["speedup3_bf16"] == (False, True)
     assert kinds["speedup15"] == (False, False)
-    assert "--fp16" in runs["speedup3"].command
+    assert "--fp16" in runs["speedup3_bf16"].command
     runs = climbed(monkeypatch, found | {"gpus": 2}, "speedup", "--nproc_per_node", "2", *OFF)
     assert "ddp" in runs
     assert not any(run.config.bf16 for run in runs.values())
-    slow = finished("speedup2", "speedup3", "speedup4", bf16=False)
+    slow = finished("speedup2", "speedup3_bf16", "speedup4", bf16=False)
     assert [*figures(slow, "in_place_of_added_bf16").values()] == ["", "fp16", ""]
+    both = finished("speedup2", "speedup3", "speedup4", bf16=False)  # as older ladders have it
+    assert [*figures(both, "in_place_of_added_bf16").values()] == ["", "fp16", ""]
     ladder_report.report("ladder", slow)
     for name in ("report.md", "report.html"):
         text = (LADDER / name).read_text()
-        assert "In place of bf16: speedup3 fp16, speedup4 fp16." in text
+        assert "In place of bf16: speedup3_bf16 fp16, speedup4 fp16." in text
     assert "bf16 autocast, in fp16 here" in text
 
 
@@ -781,10 +805,13 @@ def test_the_quick_ladder_is_of_a_small_model_and_has_a_rung_of_noise(monkeypatc
     for config in (stage.config for stage in runs.values()):
         assert (config.n_embd, config.lr) == (256, 0.5)
         assert (config.dataset, config.compile_mode) == ("pydocs", "default")
-    shapes = [(run.config.batch_size, run.config.seq_len) for run in runs.values()]
-    assert shapes == [*[(2, 256)] * 4, *[(3, 256)] * 2, *[(6, 256)] * 4, *[(3, 512)] * 2]
+    shapes = {name: (run.config.batch_size, run.config.seq_len) for name, run in runs.items()}
+    longer = ["speedup13", "speedup15"]
+    assert [shapes.pop(name) for name in longer] == [(2, 512)] * 2
+    assert {*shapes.values()} == {(4, 256)}, "a larger batch would be credited to a stage"
+    assert {"speedup3_bf16", "speedup6_flash"} < {*shapes}
     assert "shorter: fewer --rounds" in capsys.readouterr().out
-    assert runs["speedup6"].record.folder == Path("logs/speedup_quick")
+    assert runs["speedup6_flash"].record.folder == Path("logs/speedup_quick")
 
 
 def rates_of(fp32, bf16=None, fp16=None):
@@ -794,11 +821,11 @@ def rates_of(fp32, bf16=None, fp16=None):
 @pytest.mark.parametrize(
     ("gpu", "layers", "batches"),
     [
-        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 12, 8),  # H100
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 12, 16),  # H100
         ({"memory_mb": 24_000, "tflops": rates_of(50.0, 100.0)}, 12, 5),  # RTX 4090
-        ({"memory_mb": 15_000, "tflops": rates_of(4.5, 0.5, 25.0), "bf16": False}, 12, 1),  # T4
-        ({"memory_mb": 8_000, "tflops": rates_of(10.0)}, 4, 1),
-        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0), "gpus": 0}, 4, 1),
+        ({"memory_mb": 15_000, "tflops": rates_of(4.5, 0.5, 25.0), "bf16": False}, 12, 2),  # T4
+        ({"memory_mb": 8_000, "tflops": rates_of(10.0)}, 4, 2),
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0), "gpus": 0}, 4, 2),
     ],
 )
 def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(gpu, layers, batches):
@@ -806,7 +833,7 @@ def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(gpu, 
     device = Device(**{"gpus": 1} | gpu)
     found = {s.name: s.config for s in quick.quick_stages(Record(), [], device)}
     assert {config.n_layer for config in found.values()} == {layers}
-    shapes = {"baseline": (2, 1024), "speedup6": (6, 1024), "speedup13": (3, 2048)}
+    shapes = {"baseline": (2, 1024), "speedup6_flash": (2, 1024), "speedup13": (1, 2048)}
     for name, (batch_size, seq_len) in shapes.items():
         assert (found[name].batch_size, found[name].seq_len) == (batches * batch_size, seq_len)
 

@@ -6,9 +6,10 @@ import pytest
 
 from config import load_config
 from measure.ladder import climb as climbing
-from measure.ladder.learning import mean_of, rows_of, share_of_tokens, steps_to
+from measure.ladder.learning import mean_of, rows_of, shares_of_tokens, steps_to
 from measure.ladder.record import Record
 from measure.ladder.stages import ablated
+from runtime.report import Estimate
 from runtime.runlog import read_rows
 from tests.conftest import TINY, TINY_RUN, refused
 from tests.test_ladder import (
@@ -39,10 +40,12 @@ def test_the_step_of_a_loss_is_on_the_line_between_two_evaluations():
 def test_the_share_of_tokens_is_seed_by_seed_and_none_if_one_never_gets_there():
     first = [{0: 5.0, 10: 4.0}, {0: 5.0, 10: 3.0}]
     ours = [{0: 5.0, 10: 3.0}, {0: 5.0, 10: 1.0}]  # halfway: after 5 steps
-    ratio = share_of_tokens(ours, first)
+    shares = shares_of_tokens({"half": (ours, first), "never": (first, ours)})
+    assert [*shares] == ["half"]
+    ratio = shares["half"]
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert share_of_tokens(first, ours) is None
-    assert share_of_tokens(first[:1], first[:1]).low is None  # one seed has no interval
+    one_seed = shares_of_tokens({"whole": (first[:1], first[:1])})
+    assert one_seed == {"whole": Estimate(1.0)}
 
 
 def fake_losses(run, *losses):
@@ -67,9 +70,9 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
         fake_losses(aa, 6.0, 5.0, 4.02 - noise)
         fake_losses(muon, 6.0, 4.0 + noise, 3.0 + noise)
     adamw, aa, muon = rows_of(rungs)
-    assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0248", None)
+    assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0141", None)
     assert f"{aa['lower']:.4f}".endswith(" (within noise)")
-    assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")
+    assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0227")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
     assert muon["time_share"].value == pytest.approx(0.5)  # at the same speed
     del rungs[2].record.runs["muon_seed_3"]

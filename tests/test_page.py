@@ -85,7 +85,7 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
         numbers = (
             [row["over_first"]] if name == "baseline" else [row["over_base"], row["over_first"]]
         )
-        assert re.findall(r'<data value="(.*?)"', line) == numbers
+        assert re.findall(r'<data class=".*?" value="(.*?)"', line) == numbers
         assert name == "baseline" or f" over {row['base']}</small>" in line
     assert {*rows["speedup3"]} > {"over_base_low", "published_over_base", "predicted_over_base"}
     (least, left), (most, right) = min(places), max(places)
@@ -178,9 +178,18 @@ def rung(stage, base):
 
 
 def test_a_rung_over_an_earlier_stage_is_named_so_unless_what_is_between_costs_no_time():
-    assert rung("speedup6", "speedup5").title == "Flash attention"
+    assert rung("speedup6_flash", "speedup5").title == "Flash attention"
     assert rung("speedup5", "speedup3").title == "torch.compile"
-    assert rung("speedup6", "baseline").title == "Flash attention, and all before it"
+    assert rung("speedup6", "baseline").title == "A batch of 6, and all before it"
+
+
+def test_a_rung_that_changes_two_things_names_both_and_has_the_options_and_code_of_both():
+    both = rung("speedup6", "speedup5_max_autotune")
+    assert both.title == "Flash attention, and a batch of 6"
+    assert both.yaml == "flash: true\nbatch_size: 6\n"
+    assert any("scaled_dot_product_attention" in text for _, _, text in both.code)
+    assert both.why[0].startswith("softmax(QK^T)V in one kernel")
+    assert any(reason.startswith("Published log (RTX 3080)") for reason in both.why)
 
 
 def test_a_config_that_needs_the_options_of_its_ladder_has_a_rung(tmp_path):

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from runtime.report import Estimate
 
@@ -10,9 +10,7 @@ CONFIDENCE = 0.95
 FEWEST = 6  # pairs with an interval: 5 all fall on one side of the true median in 1 of 16 cases
 
 
-# Student's t: half width of a mean's 95% interval in standard errors, for 1 to 9 degrees of freedom
-# (one less than the seeds). More degrees use the last, which is a little too wide.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 1 to 9 degrees
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
@@ -47,11 +45,35 @@ def product(factors: Sequence[Estimate]) -> Estimate:
     return Estimate(value, value * math.exp(-below), value * math.exp(above))
 
 
-def mean_over_seeds(values: Sequence[float]) -> Estimate:
-    """Return the mean of at least one value; its interval is Student's, none for one value."""
-    mean, n = statistics.fmean(values), len(values)
-    if n == 1:
-        return Estimate(mean)
-    t = STUDENT_T[min(n, len(STUDENT_T) + 1) - 2]
-    half = t * statistics.stdev(values) / math.sqrt(n)
-    return Estimate(mean, mean - half, mean + half)
+def means_over_seeds(groups: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
+    """Return the mean of each group, a figure of one stage with several seeds, with its interval.
+
+    The interval is Student's with the variance pooled over the groups: three seeds say little about
+    their own variance, and the stages of a ladder have about the same. No interval if every group
+    has one value.
+    """
+    means = {name: statistics.fmean(values) for name, values in groups.items()}
+    squares = [(value - means[name]) ** 2 for name, values in groups.items() for value in values]
+    freedom = len(squares) - len(groups)
+    if freedom == 0:
+        return {name: Estimate(mean) for name, mean in means.items()}
+    standard_error = math.sqrt(sum(squares) / freedom)  # of one value
+    half = {
+        name: student_t(freedom) * standard_error / math.sqrt(len(values))
+        for name, values in groups.items()
+    }
+    return {name: Estimate(m, m - half[name], m + half[name]) for name, m in means.items()}
+
+
+def student_t(freedom: int) -> float:
+    """Return the half width of a mean's 95% interval in standard errors, by degrees of freedom.
+
+    More than the table has: the expansion about the normal distribution in Abramowitz and Stegun,
+    Handbook of Mathematical Functions, 26.7.5.
+    """
+    if freedom <= len(STUDENT_T):
+        return STUDENT_T[freedom - 1]
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return z + (z**3 + z) / (4 * freedom) + second + third

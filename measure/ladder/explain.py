@@ -13,7 +13,11 @@ from measure.report.report import Card
 from runtime.cli import CONFIG_DIR, read_yaml_mapping
 
 # The stages of speedup that can change the speed of a step; the other ones change the learning.
-CHANGE_SPEED = ("baseline", *(f"speedup{step}" for step in (1, 2, 3, 5, 6, 7, 8, 10, 13, 15)))
+# A larger batch only fills the device, and the quick ladder's batch suits the machine anyway.
+CHANGE_SPEED = (
+    "baseline",
+    *(f"speedup{step}" for step in (1, 2, "3_bf16", 5, "6_flash", 7, 8, 10, 13, 15)),
+)
 RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # options act in these files
 PLACES = 4  # most statements shown for an option
 BESIDE = (
@@ -30,16 +34,27 @@ def card_of(name: str, file: Path, base: Path) -> Card:
     """Explain the stage of a config over the stage of another one."""
     title, why = explained(file)
     title, below = title or name, bases(file)
-    skipped = below[: below.index(base)] if base in below else []
+    skipped = [
+        path
+        for path in (below[: below.index(base)] if base in below else [])
+        if path.stem in CHANGE_SPEED or path.parent != CONFIG_DIR
+    ]
+    files = [file] if file != base else []  # the YAMLs that say what changed
     if file == base and name != file.stem:
         title, why = "The same again", ["At most its seed differs: its factor is noise (A/A)."]
-    elif any(s.stem in CHANGE_SPEED or s.parent != CONFIG_DIR for s in skipped):
+    elif len(skipped) == 1:  # two changes at once: the title names both
+        files = [*skipped, file]
+        before, why_before = explained(skipped[0])
+        title = f"{before}, and {re.sub('^A ', 'a ', title)}"
+        why = [*why_before, *why]
+    elif skipped:
         title += ", and all before it"
-    options = [option for option in read_yaml_mapping(file) if option != "base" and file != base]
-    options = [option for option in options if option not in BESIDE] or options
+    options = [*itertools.chain(*map(read_yaml_mapping, files))]
+    options = [option for option in options if option not in ("base", *BESIDE)] or options
     code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
     # the options alone, without the base and the comment above them
-    yaml = re.sub(r"(?m)^(#.*|base:.*)?\n", "", file.read_text(encoding="utf-8"))
+    texts = [path.read_text(encoding="utf-8") for path in files or [file]]
+    yaml = "".join(re.sub(r"(?m)^(#.*|base:.*)?\n", "", text) for text in texts)
     return Card(name, title, base.stem, why, yaml, code)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
-from measure.interleaved.ratio import mean_over_seeds, product
+from measure.interleaved.ratio import means_over_seeds, product
 from measure.ladder.explain import card_of
 from measure.ladder.record import curve
 from measure.ladder.report import report_stages
@@ -22,8 +22,9 @@ from measure.report.report import Card, Figure, Row, curve_of
 from runtime.report import Estimate
 
 NOISE = (
-    "after +-: the half width of the mean's 95% interval over the seeds, by Student's t; within "
-    "noise: the interval contains 0. The apparent worth of a rung that adds nothing is noise too"
+    "after +-: the half width of the mean's 95% interval, by Student's t, with the variance over "
+    "the seeds pooled over all rows; within noise: the interval contains 0. Equal seeds have the "
+    "same data in the same order; a rung with other seeds (aa) is not paired so, and noisier"
 )
 BRACKETS = (
     "In brackets: a 95% interval, of the speed by the sign test over interleaved rounds, of the "
@@ -116,10 +117,9 @@ def steps_to(losses: Curve, loss: float) -> float | None:
     return None
 
 
-def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate | None:
-    """Return the share of the tokens that a rung needs to reach the first rung's final loss.
-
-    The geometric mean over the seeds, with its interval. None if a seed never reaches it.
+def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> list[float] | None:
+    """Return the logarithm of the share of the tokens that a rung needs to reach the first rung's
+    final loss, for each seed. None if a seed never reaches it.
     """
     logs = []
     for losses, theirs in zip(ours, first, strict=True):
@@ -127,40 +127,56 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> Estimate |
         if not step:
             return None
         logs.append(math.log(step / max(theirs)))
-    mean = mean_over_seeds(logs)
-    return Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
+    return logs
 
 
-def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> Estimate | None:
-    """Return the mean decrease of the final loss from the base to a rung, seed by seed; None if the
-    base has not finished.
+def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> list[float]:
+    """Return the decrease of the final loss from the base to a rung, for each seed."""
+    return [theirs - loss for theirs, loss in zip(last(base), last(ours), strict=True)]
+
+
+def shares_of_tokens(pairs: Mapping[str, tuple[list[Curve], list[Curve]]]) -> dict[str, Estimate]:
+    """Return the share of tokens of each name's losses, which come with the losses to reach: the
+    geometric mean over the seeds, with its interval. Names with a seed that never gets there are
+    left out.
     """
-    if not base:
-        return None
-    pairs = zip(last(base), last(ours), strict=True)
-    return mean_over_seeds([theirs - loss for theirs, loss in pairs])
+    logs = {name: share_of_tokens(ours, first) for name, (ours, first) in pairs.items()}
+    means = means_over_seeds({name: values for name, values in logs.items() if values})
+    return {
+        name: Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
+        for name, mean in means.items()
+    }
 
 
 def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished rung; none if the first one is not finished."""
     of_speed = speeds_of([stage.runs[0] for stage in stages])
     speeds = {row["stage"]: row["over_first"] for row in of_speed}
-    first, rows = losses_of(stages[0]), list[Row]()
-    for stage in stages:
-        base, ours = stage.base, losses_of(stage)
-        if not (ours and first):
-            continue
-        tokens = share_of_tokens(ours, first) if base else Estimate(1.0)
-        rows.append(
-            {
-                "stage": stage.name,
-                "base": (base or stage).name,
-                "loss": mean_over_seeds(last(ours)),
-                "lower": base and lower_by(losses_of(base), ours),
-                **shares(tokens, speeds[stage.runs[0].name]),
-            }
-        )
-    return rows
+    curves = {stage.name: losses for stage in stages if (losses := losses_of(stage))}
+    first = curves.get(stages[0].name)
+    if not first:
+        return []
+    done = [stage for stage in stages if stage.name in curves]
+    loss = means_over_seeds({name: last(losses) for name, losses in curves.items()})
+    lower = means_over_seeds(
+        {
+            stage.name: lower_by(curves[stage.base.name], curves[stage.name])
+            for stage in done
+            if stage.base and stage.base.name in curves
+        }
+    )
+    tokens = shares_of_tokens({stage.name: (curves[stage.name], first) for stage in done[1:]})
+    tokens[stages[0].name] = Estimate(1.0)
+    return [
+        {
+            "stage": stage.name,
+            "base": (stage.base or stage).name,
+            "loss": loss[stage.name],
+            "lower": lower.get(stage.name),
+            **shares(tokens.get(stage.name), speeds[stage.runs[0].name]),
+        }
+        for stage in done
+    ]
 
 
 def shares(tokens: Estimate | None, speed: Estimate | None) -> Row:
@@ -206,19 +222,21 @@ def report_learned_ablation(
 
     `stages`: all sides of the rungs.
     """
-    rows = list[Row]()
+    pairs = dict[str, tuple[list[Curve], list[Curve]]]()  # with all, and with all but it
     for optimization, (rung,) in rungs.items():
         assert rung.base
-        without, ours = losses_of(rung.base), losses_of(rung)
-        if without and ours:
-            speed = rung.comparison.ratio() if rung.comparison else None
-            rows.append(
-                {
-                    "optimization": optimization,
-                    "lower": lower_by(without, ours),
-                    **shares(share_of_tokens(ours, without), speed),
-                }
-            )
+        ours, without = losses_of(rung), losses_of(rung.base)
+        if ours and without:
+            pairs[optimization] = ours, without
+    lower = means_over_seeds(
+        {name: lower_by(without, ours) for name, (ours, without) in pairs.items()}
+    )
+    tokens, rows = shares_of_tokens(pairs), list[Row]()
+    for optimization in pairs:
+        comparison = rungs[optimization][0].comparison
+        row = {"optimization": optimization, "lower": lower[optimization]}
+        speed = comparison.ratio() if comparison else None
+        rows.append(row | shares(tokens.get(optimization), speed))
     write_losses(
         stages,
         title=f"What each optimization of {ladder.removeprefix('ablate_')} learns",

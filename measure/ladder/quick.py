@@ -17,6 +17,9 @@ ROUNDS = 12  # their intervals leave out two outliers on each side
 LONGEST_STEP = 1.2  # seconds, at 50% MFU, on average over the stages
 
 
+TOKENS = 2 * 1024  # in a batch before the context is divided: all stages take the same
+
+
 class Size(NamedTuple):
     """A small GPT-2, and the divisor of a stage's context."""
 
@@ -24,12 +27,12 @@ class Size(NamedTuple):
     n_head: int
     n_embd: int
     shorter: int
-    batches: int = 1  # how many of the stage's batches make one
+    batches: int = 1  # of TOKENS in a step
 
     def changes(self, config: Config) -> dict[str, Any]:
         """Return the options that it changes in a stage's config."""
         return {
-            "batch_size": self.batches * config.batch_size,
+            "batch_size": self.batches * TOKENS // config.seq_len,
             "n_layer": self.n_layer,
             "n_head": self.n_head,
             "n_embd": self.n_embd,
@@ -41,14 +44,14 @@ class Size(NamedTuple):
         }
 
 
-SIZES = (Size(2, 2, 128, 8), Size(4, 4, 256, 4), Size(4, 12, 768, 1))
+SIZES = (Size(2, 2, 128, 8, 2), Size(4, 4, 256, 4, 2), Size(4, 12, 768, 1, 2))
 # GPT-2 (124M): on a GPU, launches would take nearly all the time of a smaller model's step.
 ON_GPU = Size(12, 12, 768, 1)
-MOST_BATCHES = 8
-# MiB on a GPU: BATCH_MB for the activations of one batch of speedup3, the stage that needs the most
+MOST_BATCHES = 16
+# MiB on a GPU: BATCH_MB for the activations of one batch of baseline, the stage that needs the most
 # (counted by measure/preflight/estimate.py), and BESIDE_MB for the rest of two processes:
 # parameters, gradients, moments, CUDA contexts.
-BATCH_MB, BESIDE_MB = 3_650, 5_000
+BATCH_MB, BESIDE_MB = 3_500, 5_000
 
 
 def size_for(configs: Sequence[Config], device: Device) -> Size:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from config import load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.ladder.explain import card_of
@@ -192,9 +193,12 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
             "over_base": over_base,
             "rounds": result.rounds if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
+            # published at one batch, so it says nothing of a stage with another batch than its base
             "a100_over_base": factor(
                 published(stage.file), published(base.file), "a100_tokens_per_sec"
-            ),
+            )
+            if stage.tokens_per_step == base.tokens_per_step
+            else None,
             "predicted_over_base": ours.tokens_per_sec / theirs.tokens_per_sec
             if ours and theirs
             else None,
@@ -395,7 +399,8 @@ def across(folders: Sequence[str], out: Path) -> None:
         card, file, base_file = Card(name, name), files.get(stage), files.get(base)
         if file and base_file:
             card = card_of(name, file, base_file)
-            for where, figure in PUBLISHED.items():
+            tokens = [load_config(str(path)).tokens_per_step(1) for path in (file, base_file)]
+            for where, figure in PUBLISHED.items() if len({*tokens}) == 1 else ():
                 over = factor(published(file), published(base_file), figure)
                 row[where] = over and Estimate(over)
         row["stage"] = card.label

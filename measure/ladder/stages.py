@@ -293,7 +293,8 @@ def in_place_of_bf16(stage: Stage) -> str:
 
 def in_place_of_added_bf16(stage: Stage) -> str:
     """Return `in_place_of_bf16`, but only if the stage adds bf16; empty if its base has it."""
-    return in_place_of_bf16(stage) if "bf16" in read_yaml_mapping(stage.file) else ""
+    has_it = stage.base and load_config(str(stage.base.file)).bf16
+    return "" if has_it else in_place_of_bf16(stage)
 
 
 def _same_training(a: Config, b: Config) -> bool:

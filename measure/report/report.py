@@ -19,8 +19,9 @@ from runtime.report import Estimate
 Row = dict[str, Any]
 INTERVALS = (
     "In brackets: the interval that contains the true median with 95% confidence, from interleaved "
-    'runs of both; "about 1" if it contains 1. A factor without brackets compares runs that came '
-    "one after the other: a machine whose speed drifts produces such factors too."
+    'runs of both; an interval that contains 1 is "no difference" within 0.95 to 1.05, else '
+    '"unclear". A factor without brackets compares runs that came one after the other: a machine '
+    "whose speed drifts produces such factors too."
 )
 
 
