@@ -7,7 +7,7 @@ All compare runs of equal tokens, seed by seed: equal seeds have the same data i
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from runtime.report import Estimate
 NOISE = (
     "after +-: the half width of the mean's 95% interval, by Student's t, with the variance over "
     "the seeds pooled over all rows; within noise: the interval contains 0. Equal seeds have the "
-    "same data in the same order; a rung with other seeds (aa) is not paired so, and noisier"
+    "same data in the same order; a rung with other seeds than its base (aa) has its own variance"
 )
 BRACKETS = (
     "In brackets: a 95% interval, of the speed by the sign test over interleaved rounds, of the "
@@ -135,13 +135,31 @@ def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> list[float]:
     return [theirs - loss for theirs, loss in zip(last(base), last(ours), strict=True)]
 
 
-def shares_of_tokens(pairs: Mapping[str, tuple[list[Curve], list[Curve]]]) -> dict[str, Estimate]:
+def pooled(values: Mapping[str, Sequence[float]], unpaired: Collection[str]) -> dict[str, Estimate]:
+    """Return the mean over the seeds of each rung's values, with its interval.
+
+    `unpaired`: rungs with other seeds than their base. Their differences vary more, so they have a
+    variance of their own.
+    """
+    apart = {name: of_seeds for name, of_seeds in values.items() if name in unpaired}
+    together = {name: of_seeds for name, of_seeds in values.items() if name not in unpaired}
+    return means_over_seeds(together) | means_over_seeds(apart)
+
+
+def unpaired_among(stages: Iterable[tuple[str, Stage]]) -> set[str]:
+    """Return the names of the stages with another seed than their base."""
+    return {name for name, s in stages if s.base and s.config.seed != s.base.config.seed}
+
+
+def shares_of_tokens(
+    pairs: Mapping[str, tuple[list[Curve], list[Curve]]], unpaired: Collection[str] = ()
+) -> dict[str, Estimate]:
     """Return the share of tokens of each name's losses, which come with the losses to reach: the
     geometric mean over the seeds, with its interval. Names with a seed that never gets there are
     left out.
     """
     logs = {name: share_of_tokens(ours, first) for name, (ours, first) in pairs.items()}
-    means = means_over_seeds({name: values for name, values in logs.items() if values})
+    means = pooled({name: values for name, values in logs.items() if values}, unpaired)
     return {
         name: Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
         for name, mean in means.items()
@@ -158,14 +176,15 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
         return []
     done = [stage for stage in stages if stage.name in curves]
     loss = means_over_seeds({name: last(losses) for name, losses in curves.items()})
-    lower = means_over_seeds(
-        {
-            stage.name: lower_by(curves[stage.base.name], curves[stage.name])
-            for stage in done
-            if stage.base and stage.base.name in curves
-        }
-    )
-    tokens = shares_of_tokens({stage.name: (curves[stage.name], first) for stage in done[1:]})
+    differences = {
+        stage.name: lower_by(curves[stage.base.name], curves[stage.name])
+        for stage in done
+        if stage.base and stage.base.name in curves
+    }
+    unpaired = unpaired_among((stage.name, stage) for stage in done)
+    lower = pooled(differences, unpaired)
+    to_first = {stage.name: (curves[stage.name], first) for stage in done[1:]}
+    tokens = shares_of_tokens(to_first, unpaired)
     tokens[stages[0].name] = Estimate(1.0)
     return [
         {
