@@ -98,18 +98,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
         )
     notes = [*world.notes, *skipped, *(saved.notes() if saved else [])]
     if saved:
-        place = folder_of(saved.run, config)
-        if launch().max_restarts and place != saved.run:
-            raise UserError(
-                f"--max_restarts: after a fault torchrun starts the same command again, which "
-                f"would begin at the same checkpoint; copy {saved.run} to {place} and add "
-                f"--resume auto"
-            )
-        if place == saved.run and not world.broadcast(os.access(place, os.W_OK)):
-            raise UserError(
-                f"{place}: cannot be written; to resume in FOLDER/{place.name}, add "
-                f"--log_dir FOLDER"
-            )
+        check_place(saved.run, folder_of(saved.run, config), world)
         config, changes = resumed_config(config, saved, world.world_size)
         notes += changes
     elif config.resume is not None:
@@ -165,6 +154,19 @@ def folder_of(run: Path, config: Config) -> Path:
     given = Path(config.log_dir, run.name)
     moves = "log_dir" in config.model_fields_set
     return given if moves and os.path.realpath(given) != os.path.realpath(run) else run
+
+
+def check_place(run: Path, place: Path, world: World) -> None:
+    """Raise UserError if a resumed run cannot continue in `place`. All ranks have to call this."""
+    if place == run and not world.broadcast(os.access(run, os.W_OK)):
+        raise UserError(
+            f"{run}: cannot be written; to resume in FOLDER/{run.name}, add --log_dir FOLDER"
+        )
+    if place != run and launch().max_restarts:
+        raise UserError(
+            f"--max_restarts: after a fault torchrun starts the same command again, which would "
+            f"begin at the same checkpoint; copy {run} to {place} and add --resume auto"
+        )
 
 
 def check_same_tokens(folder: str, corpus: str, world: World) -> None:
@@ -229,23 +231,22 @@ def check_batch(batch_size: int, tokens: int, seq_len: int, world_size: int) -> 
     sequences = tokens // seq_len
     share, rest = divmod(sequences, world_size)
     if rest:
-        ranks = " or ".join(map(str, nearest_divisors(sequences, world_size)))
         raise ConfigError(
             f"a step keeps its {sequences} sequences, which {world_size} ranks cannot share "
-            f"equally; nearest that work: {ranks} ranks"
+            f"equally; nearest that work: {nearest_divisors(sequences, world_size)} ranks"
         )
     if share % batch_size:
-        sizes = " or ".join(map(str, nearest_divisors(share, batch_size)))
         raise ConfigError(
-            f"batch_size {batch_size}: a step keeps its {tokens:,} tokens, {share} sequences a "
-            f"rank, which it does not divide; nearest that work: {sizes}"
+            f"batch_size {batch_size} does not divide the {share} sequences of each rank; a step "
+            f"keeps its {tokens:,} tokens; nearest that work: {nearest_divisors(share, batch_size)}"
         )
 
 
-def nearest_divisors(number: int, near: int) -> list[int]:
-    """Return the largest divisor of a number below `near`, and the smallest above, if any."""
+def nearest_divisors(number: int, near: int) -> str:
+    """Name the largest divisor of a number below `near`, and the smallest above if there is one."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return [n for n in divisors if n < near][-1:] + [n for n in divisors if n > near][:1]
+    nearest = [n for n in divisors if n < near][-1:] + [n for n in divisors if n > near][:1]
+    return " or ".join(map(str, nearest))
 
 
 # ---- the run's folder

@@ -87,9 +87,9 @@ def check_disk(run: RunFolder, state: State, config: Config, world: World) -> No
 
     def check() -> None:
         place, room = run.path / "checkpoints", 0
-        if newest := state.checkpoint:  # a resumed run may delete all others to make room
-            others = [file for file in place.rglob("*") if file.parent != newest and file.is_file()]
-            room = sum(file.stat().st_size for file in others)
+        if newest := state.checkpoint:  # a resumed run may delete older ones to make room
+            older = [*place.glob("step_*/*"), *place.glob(".*.unfinished/*")]
+            room = sum(file.stat().st_size for file in older if file.parent != newest)
         while not place.exists():
             place = place.parent
         disk = shutil.disk_usage(place)

@@ -188,9 +188,9 @@ def test_options_that_exclude_the_runs_own_are_told_with_its_values(steep, go, h
 @pytest.mark.parametrize(
     ("ranks", "batch_size", "said"),
     [
-        (1, 64, "batch_size 64: .* 128 tokens, 4 sequences a rank, .*: 4$"),
-        (1, 3, "batch_size 3: .*nearest that work: 2 or 4$"),
-        (2, 4, "batch_size 4: .*, 2 sequences a rank, .*nearest that work: 2$"),
+        (1, 64, "batch_size 64 does not divide the 4 sequences .* 128 tokens; .*: 4$"),
+        (1, 3, "batch_size 3 .*nearest that work: 2 or 4$"),
+        (2, 4, "batch_size 4 .* the 2 sequences of each rank; .*nearest that work: 2$"),
         (3, 1, "4 sequences, which 3 ranks cannot share equally; .*: 2 or 4 ranks$"),
     ],
 )
