@@ -290,3 +290,27 @@ def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
     assert tab.locator("#chart canvas").count() == 1
     assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]
     assert "NaN, [Infinity]" in tab.locator(".u-legend").inner_text()
+
+
+def test_the_picture_of_times_is_of_the_results_and_only_of_ladders_with_one_batch(tmp_path):
+    for ladder, is_drawn in (("gpu_ms", True), ("speedup", False)):
+        (tmp_path / ladder).mkdir()
+        stored = (RESULTS / "h200" / ladder / "ladder.json").read_text()
+        (tmp_path / ladder / "ladder.json").write_text(stored)
+        climb(ladder, "--report_only", "--log_dir", str(tmp_path))
+        assert (tmp_path / ladder / "steps.svg").is_file() == is_drawn
+    picture = (tmp_path / "gpu_ms/steps.svg").read_text()
+    rows = [*table(tmp_path / "gpu_ms/results.csv").values()]
+    times = [float(row["ms_per_step"]) for row in rows]
+    bars = re.findall(r'<rect class="(start|left)" .*? width="([0-9.]+)"', picture)
+    assert [kind for kind, _ in bars] == ["start", *["left"] * (len(rows) - 1)]
+    widths = [float(width) for _, width in bars]
+    assert widths == pytest.approx([400 * ms / times[0] for ms in times], abs=0.06)
+    shown = re.findall(r'class="factor( alone)?" dx="12">([0-9.]+)<', picture)
+    # a factor from single runs is grey
+    assert shown == [
+        ("" if row["over_base_low"] else " alone", f"{float(row['over_base']):.2f}")
+        for row in rows[1:]
+    ]
+    published = re.findall(r'class="soft end"[^>]*>([\d,]+) ms<', picture)
+    assert published == ["1,000", "333", "300", "130", "97", "93", "90"]

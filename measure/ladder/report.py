@@ -5,7 +5,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from measure.ladder.stages import (
 )
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
+from measure.report.steps import StepTime, draw_steps
 from runtime.errors import UserError, in_a_line
 from runtime.report import Estimate
 from runtime.runlog import EVAL_COLUMNS
@@ -254,6 +255,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             published.append(curve_of(label, losses, tokens, times, published=True))
     if panels:
         draw_panels(stages[0].record.folder / "loss.png", panels)
+    draw_times([stage for stage, _ in done], cards)
     summaries = [run.summary for _, run in done]
     report_stages(
         stages,
@@ -270,6 +272,33 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         bars="speed.png",
         cards=cards,
         curves=[*curves, *published],
+    )
+
+
+def draw_times(stages: Sequence[Stage], cards: Sequence[Card]) -> None:
+    """Draw the milliseconds of a step in steps.svg, if every stage adds to the one before and all
+    take the same tokens a step.
+    """
+    follows = all(stage.base is before for before, stage in pairwise(stages))
+    if len(stages) < 2 or not follows or len({s.tokens_per_step for s in stages}) > 1:
+        return
+    times = [
+        StepTime(
+            card.title,
+            row["ms_per_step"],
+            row["over_base"] if row["stage"] != row["base"] else None,
+            stage.published.ms_per_step,
+        )
+        for stage, card, row in zip(stages, cards, rows_of(stages), strict=True)
+    ]
+    first, summary = stages[0], stages[0].finished.summary
+    device = summary.machine if summary.device == "cpu" else summary.device
+    batch = f"{first.config.batch_size} x {first.config.seq_len:,} tokens a step"
+    draw_steps(
+        first.record.folder / "steps.svg",
+        f"{times[0].ms:,.0f} to {times[-1].ms:,.0f} milliseconds a step",
+        f"{batch}, {device}; factors over the stage before, grey ones from single runs",
+        times,
     )
 
 

@@ -145,7 +145,7 @@ def render(template: str, parts: Mapping[str, Any]) -> str:
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("measure.report", "web"),
-        autoescape=jinja2.select_autoescape(),
+        autoescape=jinja2.select_autoescape(("html", "svg")),
         trim_blocks=True,
         lstrip_blocks=True,
     )
