@@ -255,7 +255,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             published.append(curve_of(label, losses, tokens, times, published=True))
     if panels:
         draw_panels(stages[0].record.folder / "loss.png", panels)
-    draw_times([stage for stage, _ in done], cards)
+    draw_times(done, cards)
     summaries = [run.summary for _, run in done]
     report_stages(
         stages,
@@ -275,10 +275,11 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     )
 
 
-def draw_times(stages: Sequence[Stage], cards: Sequence[Card]) -> None:
+def draw_times(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> None:
     """Draw the milliseconds of a step in steps.svg, if every stage adds to the one before and all
     take the same tokens a step.
     """
+    stages = [stage for stage, _ in done]
     follows = all(stage.base is before for before, stage in pairwise(stages))
     if len(stages) < 2 or not follows or len({s.tokens_per_step for s in stages}) > 1:
         return
@@ -291,7 +292,8 @@ def draw_times(stages: Sequence[Stage], cards: Sequence[Card]) -> None:
         )
         for stage, card, row in zip(stages, cards, rows_of(stages), strict=True)
     ]
-    first, summary = stages[0], stages[0].finished.summary
+    first, run = done[0]
+    summary = run.summary
     device = summary.machine if summary.device == "cpu" else summary.device
     batch = f"{first.config.batch_size} x {first.config.seq_len:,} tokens a step"
     draw_steps(
