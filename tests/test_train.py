@@ -139,6 +139,16 @@ def test_fp16_gradients_are_unscaled_before_clipping(one_step):
     assert step.gradient.norm().item() == pytest.approx(0.05, rel=1e-2)
 
 
+def test_the_seed_decides_the_weights_and_the_order_of_the_data(tiny_config):
+    def drawn(seed):
+        taken = setup(tiny_config(seed=seed, shuffle=True), ALONE)
+        return next(taken.batches)[0], taken.state.model.lm_head.weight
+
+    for one, same, other in zip(drawn(1), drawn(1), drawn(2), strict=True):
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+
+
 # ---- flags reach their switches
 
 
