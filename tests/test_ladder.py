@@ -641,6 +641,48 @@ def test_the_series_of_ones_own_in_the_docs_is_climbed_and_compared_with_its_log
     assert rows[-1]["published_tokens_per_sec"] == 1000
 
 
+def own_series(**published):
+    """A series of two stages, with the content of `<stage>.csv` beside their YAMLs."""
+    folder = Path(f"series{len([*Path().iterdir()])}")  # what is published is read once
+    folder.mkdir()
+    (folder / "a.yaml").write_text("# First\n")
+    (folder / "b.yaml").write_text("# Second\nbase: a.yaml\n")
+    for stage, text in published.items():
+        (folder / f"{stage}.csv").write_text(text)
+    return str(folder)
+
+
+def test_one_row_with_a_speed_is_what_was_published(capsys):
+    rows = {"a": "device,ms_per_step\nRTX 3090,20\n", "b": "device,ms_per_step\nRTX 3090,16\n"}
+    series = own_series(**rows)
+    found = finished(series)
+    assert figures(found, "published_over_base") == {"a": None, "b": 20 / 16}
+    assert found[0].published.device == "RTX 3090"
+    ladder_report.report("ladder", found)
+    assert "published losses" not in capsys.readouterr().out
+    ladder_report.report("ladder", finished(series, of_runs=["--n_layer=1"]))
+    said = "published losses and times of a, b are left out: those runs were made without --n_layer"
+    assert f"note: the {said}=1\n" in capsys.readouterr().out
+    other = own_series(**rows | {"b": "device,tokens_per_sec\nA100,9\n"})
+    assert figures(finished(other), "published_over_base") == {"a": None, "b": None}
+
+
+def test_a_published_log_that_is_too_short_is_noted_and_another_table_is_refused(capsys):
+    steps = "".join(f"{step},6.5,,,100,1000\n" for step in range(1, 7))
+    short = own_series(a=HEADER + steps[: steps.rindex("6,6.5")], b=HEADER + steps)
+    assert [stage.published.tokens_per_sec for stage in plan(short)] == [None, 1000]
+    note = f"note: {Path(short).resolve()}/a.csv: 5 steps, of which the first 5 do not count, so"
+    assert capsys.readouterr().out.startswith(note)
+    for text in (
+        "ms_per_step\n20\n16\n",
+        "ms_per_step\nfast\n",
+        "ms_per_step\n0\n",
+        "speed\n5\n",
+    ):
+        with refused(r"a.csv: needs one row with a positive ms_per_step or tokens_per_sec"):
+            plan(own_series(a=text))
+
+
 def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one():
     Path("speedup7.yaml").write_text("lr: 1e-3\n")
     named = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", "speedup1"]

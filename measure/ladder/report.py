@@ -112,7 +112,10 @@ FIGURES = [
 
 
 def report_stages(
-    stages: Sequence[Stage], results: Iterable[Summary | Comparison], **parts: Any
+    stages: Sequence[Stage],
+    results: Iterable[Summary | Comparison],
+    notes: Iterable[str] = (),
+    **parts: Any,
 ) -> None:
     """Write a report with these parts. Raises TrainingError if nothing is finished.
 
@@ -121,7 +124,7 @@ def report_stages(
     record, days = stages[0].record, dict[str, set[str]]()
     for found in results:
         days.setdefault(found.place, set()).update(filter(None, [found.date]))
-    remarks = [*record.failures, *left_out(stages)]
+    remarks = [*record.failures, *left_out(stages), *notes]
     if not (parts["rows"] or remarks):
         remarks += lacking(stages)
     write_report(
@@ -144,6 +147,22 @@ def left_out(stages: Iterable[Stage]) -> Iterator[str]:
             yield f"note: {stage.name} is left out: ranks {there} there, {stage.ranks} here"
         elif found and (differing := differences(found.settings, stage.sides)):
             yield f"note: the interleaved rounds of {stage.key} are left out: {differing}"
+
+
+def without_published(stages: Sequence[Stage], options: str) -> Iterator[str]:
+    """Yield a line on the stages that `options` made incomparable with the published ones."""
+    kept = ("log", "ms_per_step", "tokens_per_sec")
+    names = [
+        stage.name
+        for stage in stages
+        if stage.finished
+        and any(getattr(published(stage.file), n) != getattr(stage.published, n) for n in kept)
+    ]
+    if names:
+        yield (
+            f"note: the published losses and times of {shortened(names)} are left out: those runs "
+            f"were made without {options or 'the options given'}"
+        )
 
 
 def lacking(stages: Sequence[Stage]) -> Iterator[str]:
@@ -232,7 +251,8 @@ def published_curve(stage: Stage, column: str = "loss") -> Curve:
 def report(ladder: str, stages: Sequence[Stage]) -> None:
     """Report the finished stages, with speed.png and loss.png, as in `report_stages`."""
     done = [(stage, stage.finished) for stage in stages if stage.finished]
-    name = f"quick {ladder.removesuffix(SUFFIX)}" if ladder.endswith(SUFFIX) else ladder
+    is_quick = ladder.endswith(SUFFIX)  # of another model than the published one
+    name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
@@ -263,6 +283,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
         title="A ladder" if ladder == "ladder" else f"The {name} ladder",
         figures=FIGURES,
         rows=rows_of(stages),
+        notes=[] if is_quick else without_published(stages, options),
         about=[
             *dict.fromkeys(f"{s.steps} steps; {s.about}, {s.date}" for s in summaries),
             *([f"All runs with {options}"] if options else []),

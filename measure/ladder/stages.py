@@ -25,6 +25,7 @@ from measure.ladder.record import (
     FILE,
     Device,
     Planned,
+    Positive,
     Prediction,
     Record,
     Run,
@@ -33,7 +34,7 @@ from measure.ladder.record import (
     read_columns,
 )
 from runtime.cli import CONFIG_DIR, find_config, parse, read_yaml, read_yaml_mapping
-from runtime.errors import UserError
+from runtime.errors import UserError, in_a_line
 
 ROOT = CONFIG_DIR.parent
 REFERENCE = ROOT / "logs" / "reference"
@@ -51,8 +52,8 @@ class Published(BaseModel, frozen=True):
 
     log: Path | None = None  # relative to logs/reference/, or absolute
     device: str | None = None  # the times were measured on it
-    ms_per_step: float | None = None
-    tokens_per_sec: float | None = None
+    ms_per_step: Positive | None = None
+    tokens_per_sec: Positive | None = None
     # figures for the same optimizations in the a100 series and in the list of milliseconds gpu_ms
     a100_tokens_per_sec: float | None = None
     gpu_ms: float | None = None
@@ -358,9 +359,10 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def published(path: Path) -> Published:
-    """Look up the published figures of a config.
+    """Look up the published figures of a config. Raises UserError for a file that has none.
 
-    The log of a user's own config is <stage>.csv beside it, or logs/reference/<series>_<stage>.csv.
+    The file of a user's own config is <stage>.csv beside it, or
+    logs/reference/<series>_<stage>.csv: a log, or one row with a speed.
     """
     with open(PUBLISHED, newline="") as file:
         for row in csv.DictReader(file):
@@ -368,8 +370,36 @@ def published(path: Path) -> Published:
                 return Published.model_validate({k: v for k, v in row.items() if v})
     for log in (path.with_suffix(".csv"), REFERENCE / f"{path.parent.name}_{path.stem}.csv"):
         if log.is_file():
-            return Published(log=log, device="published", tokens_per_sec=median_of(log))
+            return published_by_a_user(log)
     return NOTHING_PUBLISHED
+
+
+def published_by_a_user(path: Path) -> Published:
+    """Read the published figures of a user's own config. Raises UserError."""
+    try:
+        rows = [*csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read ({in_a_line(error)})") from None
+    names = ("device", "ms_per_step", "tokens_per_sec")
+    if rows and "step" not in rows[0]:
+        values = {"device": "published"} | {n: rows[0][n] for n in names if rows[0].get(n)}
+        try:
+            found = Published.model_validate(values)
+        except ValueError:
+            found = NOTHING_PUBLISHED
+        if len(rows) > 1 or not (found.ms_per_step or found.tokens_per_sec):
+            raise UserError(
+                f"{path}: needs one row with a positive ms_per_step or tokens_per_sec, and perhaps "
+                "a device; or the columns of log.csv"
+            )
+        return found
+    speed = median_of(path)
+    if speed is None:
+        print(
+            f"note: {path}: {len(rows)} steps, of which the first {NOT_TIMED} do not count, so it "
+            "has no published speed; one row with ms_per_step or tokens_per_sec is enough"
+        )
+    return Published(log=path, device="published", tokens_per_sec=speed)
 
 
 def median_of(log: Path, column: str = "tokens_per_sec") -> float | None:
