@@ -229,8 +229,11 @@ def run(
     with sole_writer(record.folder):
         now = Record.load(record.folder)  # a climb that has just ended may have saved more
         record.runs, record.comparisons, record.predicted = now.runs, now.comparisons, now.predicted
+        record.changes = now.changes
         to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
         to_compare = [s for s in compared if rounds and is_to_be_compared(s, options.rerun, device)]
+        if to_run or to_compare:
+            record.keep_changes()
         record.save()
         if to_run or to_compare:
             announce(to_run, to_compare, rounds, device)

@@ -67,6 +67,11 @@ def _is_module(path: Path) -> bool:
     return all((ROOT / folder / "__init__.py").exists() for folder in folders)
 
 
+def git_diff() -> str:
+    """Return the changes to tracked files since the commit; empty without any, or without git."""
+    return _git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""
+
+
 def code_hash() -> str:
     """Return a hash of this project's Python files."""
     digest = hashlib.sha256()

@@ -296,6 +296,31 @@ def test_why_a_stage_is_not_finished_is_said(monkeypatch, capsys):
         ladder_report.report("ladder", [stage])
 
 
+@pytest.mark.parametrize("lines", [1, 2_000])
+def test_changes_that_were_not_committed_are_kept_and_named(lines, monkeypatch):
+    diff = "diff --git a/train.py b/train.py\n" + lines * "+print()\ndiff --git a/x b/model.py\n"
+    monkeypatch.setattr(records, "git_commit", lambda: "0a1b-dirty")
+    monkeypatch.setattr(records, "git_diff", lambda: diff)
+    monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: [*map(fake_run, stages)])
+    for _ in range(2):
+        assert climb("baseline", *OFF, "--rerun") == 0
+    (kept,) = Record.load(LADDER).changes["0a1b-dirty"]
+    assert kept.files[:2] == ["train.py", "model.py"]
+    assert kept.diff == diff if lines == 1 else re.fullmatch("sha256 [0-9a-f]{64}", kept.diff)
+
+
+def test_a_report_names_the_changed_files_of_its_commits():
+    found = finished("baseline", "speedup1")
+    for stage, commit in zip(found, ("0a1b-dirty", "ffff-dirty"), strict=True):
+        stage.finished.summary.git = commit
+    changes = [records.Changes.of(f"diff --git a/{name} b/{name}\n") for name in ("a.py", "b.py")]
+    found[0].record.changes = {"0a1b-dirty": changes}
+    ladder_report.report("ladder", found)
+    text = (LADDER / "report.md").read_text()
+    assert "- 0a1b-dirty: with changes to a.py, b.py; the diff is in ladder.json\n" in text
+    assert "- ffff-dirty: its changes to the commit were not kept\n" in text
+
+
 def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys):
     _, older, rounds_of = found = finished("baseline", "speedup1", "speedup2")
     older.finished.config["older"] = 3  # an option that was on

@@ -1,6 +1,8 @@
 """All results of a ladder in one file, ladder.json: runs, comparisons, predictions."""
 
+import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +15,12 @@ from measure.interleaved.ratio import FEWEST
 from runtime.cli import load, show
 from runtime.errors import UserError, in_a_line
 from runtime.files import write_json
+from runtime.report import git_commit, git_diff
 from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 
 FILE = "ladder.json"
+DIRTY = "-dirty"  # ends the commit of changed code
+LONGEST_DIFF = 20_000  # characters; of a longer one only its hash is kept
 LIMITS = ("arithmetic", "memory", "launches")  # an operation takes as long as the slowest
 # Options that change neither the results of a run nor its speed
 IRRELEVANT = {
@@ -172,6 +177,21 @@ class Planned(BaseModel):
     ranks: int = 1
 
 
+class Changes(BaseModel):
+    """Changes to a commit's files that were not committed when a ladder ran."""
+
+    files: list[str]
+    diff: str  # of a long one, its SHA-256
+
+    @classmethod
+    def of(cls, diff: str) -> "Changes":
+        """Keep a diff of git's, or its hash."""
+        files = re.findall(r"^diff --git a/.* b/(.*)$", diff, re.MULTILINE)
+        if len(diff) > LONGEST_DIFF:
+            diff = f"sha256 {hashlib.sha256(diff.encode()).hexdigest()}"
+        return cls(files=files, diff=diff)
+
+
 class Record(BaseModel):
     """All results of a ladder."""
 
@@ -182,6 +202,7 @@ class Record(BaseModel):
     runs: dict[str, Run] = {}
     comparisons: dict[str, Comparison] = {}  # each stage with its base
     predicted: Predictions = Predictions()
+    changes: dict[str, list[Changes]] = {}  # by commit, such as 0a1b2c-dirty
     folder: Path = Field(default=Path(), exclude=True)
     failures: list[str] = Field(default=[], exclude=True)  # errors of this climb, a line each
 
@@ -217,6 +238,14 @@ class Record(BaseModel):
             ) from None
         record.folder = folder
         return record
+
+    def keep_changes(self) -> None:
+        """Keep the changes to this code since its commit, if any: results name only the commit."""
+        commit = git_commit()
+        if commit and commit.endswith(DIRTY):
+            changes, known = Changes.of(git_diff()), self.changes.setdefault(commit, [])
+            if changes not in known:
+                known.append(changes)
 
     def save(self) -> None:
         """Write ladder.json."""

@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from config import load_config
-from measure.interleaved.comparison import Comparison
+from measure.interleaved.comparison import Comparison, Result
 from measure.interleaved.ratio import product
 from measure.ladder.explain import card_of
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import FILE, LIMITS, Run, Summary, curve, differences, read_columns
+from measure.ladder.record import (
+    DIRTY,
+    FILE,
+    LIMITS,
+    Record,
+    Run,
+    Summary,
+    curve,
+    differences,
+    read_columns,
+)
 from measure.ladder.stages import (
     REFERENCE,
     Stage,
@@ -115,6 +125,7 @@ def report_stages(
     stages: Sequence[Stage],
     results: Iterable[Summary | Comparison],
     notes: Iterable[str] = (),
+    about: Iterable[str] = (),
     **parts: Any,
 ) -> None:
     """Write a report with these parts. Raises TrainingError if nothing is finished.
@@ -122,6 +133,7 @@ def report_stages(
     It names each machine of the results once, with its days.
     """
     record, days = stages[0].record, dict[str, set[str]]()
+    results = [*results]
     for found in results:
         days.setdefault(found.place, set()).update(filter(None, [found.date]))
     remarks = [*record.failures, *left_out(stages), *notes]
@@ -131,8 +143,22 @@ def report_stages(
         folder=record.folder,
         remarks=remarks,
         where="; ".join(", ".join([place, *sorted(days[place])]) for place in days),
+        about=[*about, *uncommitted(record, results)],
         **parts,
     )
+
+
+def uncommitted(record: Record, results: Iterable[Result]) -> Iterator[str]:
+    """Yield a line for each commit that was changed when it made results: its changed files."""
+    for commit in dict.fromkeys(found.git for found in results):
+        if commit and commit.endswith(DIRTY):
+            known = record.changes.get(commit, [])
+            files = shortened([*dict.fromkeys(chain(*(changes.files for changes in known)))])
+            yield f"{commit}: " + (
+                f"with changes to {files}; the diff is in {FILE}"
+                if known
+                else "its changes to the commit were not kept"
+            )
 
 
 def left_out(stages: Iterable[Stage]) -> Iterator[str]:
