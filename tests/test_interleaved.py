@@ -6,6 +6,7 @@ import math
 import random
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, median_ratio, product, student_t
-from measure.interleaved.rounds import Side, interleave
+from measure.interleaved.rounds import Side, interleave, seconds_shown
 from runtime.cli import parse
 from runtime.errors import TrainingError
 from runtime.report import Estimate
@@ -259,3 +260,15 @@ def test_variables_before_a_config_are_its_environment():
     here, other = (parse_side(text, ["--lr", "1e-4"]) for text in texts)
     assert other.environment == here.environment | {"A_B": "1", "C": ""}
     assert other.command[3:] == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_seconds_are_shown_while_a_side_starts_on_a_terminal_alone(
+    is_terminal, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    with seconds_shown("a long name" * 9, "5 s"):
+        time.sleep(1.3)
+    printed = capsys.readouterr().out
+    assert printed == (f"{('a long name' * 9)[:39]}\r\033[K" if is_terminal else "")

@@ -286,7 +286,7 @@ def test_why_a_stage_is_not_finished_is_said(monkeypatch, capsys):
     (stage,) = finished("baseline")
     stopped = stage.finished.model_copy(deep=True)
     stopped.summary.interrupted = True
-    monkeypatch.setattr(climbing, "run_commands", lambda _: [None])  # status 0, after a signal
+    monkeypatch.setattr(climbing, "run_commands", lambda *_: [None])  # status 0, after a signal
     monkeypatch.setattr(Run, "read", lambda *_: stopped)
     climbing.run_stages(stage.record, [stage], Device())
     message = "failed: baseline: stopped before its last step; the same command runs it again\n"
@@ -881,6 +881,22 @@ def test_the_quick_ladder_is_of_a_small_model_and_has_a_rung_of_noise(monkeypatc
     assert runs["speedup6_flash"].record.folder == Path("logs/speedup_quick")
 
 
+def test_the_pages_of_a_small_model_name_what_ran():
+    stored("speedup_quick")
+    assert climb("speedup", "--quick", "--report_only") == 0
+    for name in ("report.md", "report.html"):
+        text = Path("logs/speedup_quick", name).read_text()
+        assert "The quick speedup ladder, with a small model" in text
+        assert "4 layers, width 256, context 256, batch 2, 512 tokens a step, 10 steps, co" in text
+        assert "GPT-2 (124M)" not in text
+    assert "A context of 512 tokens" in text
+    assert "seq_len: 512  # in the YAML 2048" in text
+    assert "max_steps: 10  # in the YAML 50" in text
+    (whole,) = finished("baseline")
+    ladder_report.report("ladder", [whole])
+    assert "GPT-2 (124M) in plain fp32" in (LADDER / "report.html").read_text()
+
+
 def rates_of(fp32, bf16=None, fp16=None):
     return {"float32": fp32, "bfloat16": bf16 or 2 * fp32, "float16": fp16 or bf16 or 2 * fp32}
 
@@ -968,6 +984,50 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
     Path("a$b$/log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
     with refused(r"log.csv: has no column norm"):
         climb("--plot", "a$b$")
+
+
+def test_a_terminal_of_80_columns_shows_titles_factors_and_the_total(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    stored("speedup_quick")
+    assert climb("speedup", "--quick", "--report_only") == 0
+    printed = capsys.readouterr().out
+    columns = ["stage", "x base", "predicted", "A100", "x first"]
+    assert re.split("  +", printed.splitlines()[2].strip()) == columns
+    assert "speedup5: torch.compile" in printed
+    assert max(map(len, printed.partition("\nlogs/")[0].splitlines())) <= 80
+    assert printed.splitlines()[-1].startswith("speedup15 trains 2.00 (1.83 to 2.23) times as fast")
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "options", "how"),
+    [
+        ("", [], "1.00 times as fast as baseline (the ratio of two single runs)"),
+        ("speedup1", [], "1.00 times as fast as baseline (the ratio of two single runs)"),
+        ("speedup1 speedup2", [], "6.000 (6.000 to 6.000) times as fast as baseline (the product "),
+    ],
+)
+def test_the_last_line_says_how_many_times_as_fast_and_how_that_is_known(
+    interleaved, options, how, capsys
+):
+    found = finished("baseline", "speedup1", "speedup2", of_runs=options)
+    for stage, factor in zip(found[1:], (2.0, 3.0), strict=True):
+        if stage.name in interleaved:
+            fake_comparison(stage, factor)
+    ladder_report.report("ladder", found)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"speedup2 trains {how}" in last
+    most = {"": "", "speedup1": "; most: Weight tying, 2.000 (2.000 to 2.000)"}
+    assert last.endswith(most.get(interleaved, "; most: TF32, 3.000 (3.000 to 3.000)"))
+
+
+def test_a_total_over_another_batch_says_so(capsys):
+    first, second = finished("baseline", "speedup13")
+    fake_comparison(second, 2.0)
+    ladder_report.report("ladder", [first, second])
+    said = (
+        "2.000 (2.000 to 2.000) times as fast as baseline (interleaved, at 2,048 and 6,144 tokens"
+    )
+    assert said in capsys.readouterr().out
 
 
 def test_a_narrow_terminal_cuts_no_name_and_no_figure(monkeypatch, capsys):

@@ -6,8 +6,11 @@ import functools
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +32,40 @@ WIDTH = 0.02  # stop once every interval is narrower than this share of its medi
 # Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
+USUAL_START = "5 to 20 s, or minutes to compile"
+
 say = functools.partial(print, flush=True)
 
 
 # ---- the engine
+
+
+@contextlib.contextmanager
+def seconds_shown(
+    text: str, usual: str, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Show a line with the seconds so far on a terminal, until `is_over` or the end.
+
+    Whatever is printed next replaces the line. Nothing is shown in a pipe or a file.
+    """
+    ended, begun = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        while not ended.wait(1.0) and not is_over():
+            line = f"{text}: {time.monotonic() - begun:.0f} s, usually {usual}"
+            print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
+
+    if not sys.stdout.isatty():
+        yield
+        return
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        print("\033[K", end="", flush=True)  # clears the line
 
 
 def steps_of_a_turn(seconds: float) -> int:
@@ -148,7 +181,8 @@ def run_rounds(
         for side in sides:
             running.enter_context(side)
         for side in sides:  # the first steps alone, since the compiler times kernels to choose one
-            side.train()
+            with seconds_shown(f"{side.name} starts", USUAL_START):
+                side.train()
             check(side)
         for _ in interleave([side.train for side in sides], rounds):
             measured = [side.measured() for side in sides]

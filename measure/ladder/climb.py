@@ -1,16 +1,19 @@
 """Measure a device, and predict, run and interleave the stages of a ladder on it."""
 
+import contextlib
 import itertools
 import os
+import time
 from collections.abc import Sequence
 
-from config import MFU
+from config import MFU, Config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.process import in_fresh_process, start_process
 from measure.interleaved.rounds import (
     LEFT_OUT,
     SideError,
     run_rounds,
+    seconds_shown,
     steps_of_a_turn,
     training_side,
 )
@@ -23,6 +26,7 @@ from runtime.start import cores
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
 # in the quick ladder's runs on two cores of an EPYC.
 START, COMPILE = 7.0, 8.0
+COLD_COMPILE = 120.0  # with an empty cache
 # Seconds for which max-autotune searches for kernels on a GPU: speedup5_max_autotune on an H200
 SEARCH = 320.0
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
@@ -32,7 +36,8 @@ SHORTER = "fewer --rounds (0: none), or fewer steps: -- --max_steps N; finished 
 
 def measure_device(name: str) -> Device:
     """Measure a device (auto, cuda, mps or cpu) in a fresh process; print a note if that fails."""
-    found, problem = in_fresh_process("measure.ladder.probe:measure", name)
+    with seconds_shown("measuring the device", "5 to 20 s"):
+        found, problem = in_fresh_process("measure.ladder.probe:measure", name)
     if problem:
         print(f"note: the device could not be measured: {problem}")
     return found or Device()
@@ -49,9 +54,7 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
         searches = {
             (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
             for config in of_runs
-            if device.gpus
-            and config.compile
-            and "max-autotune" in config.on_device("cuda", 1).compile_mode
+            if searches_for_kernels(config, device)
         }
         seconds += SEARCH * len(searches)
         for config in of_runs:
@@ -60,6 +63,12 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
         for step in map(device.step_seconds, of_sides):
             seconds += (LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, MFU, SHORTER), flush=True)
+
+
+def searches_for_kernels(config: Config, device: Device) -> bool:
+    """True if torch.compile times kernels on a GPU before the first step."""
+    mode = config.on_device("cuda", 1).compile_mode
+    return bool(device.gpus and config.compile and "max-autotune" in mode)
 
 
 def predict_stages(stages: Sequence[Stage], device: Device) -> None:
@@ -77,7 +86,9 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
             return
         kept = Predictions(where=where, rates=device)
     configs = [stage.config for stage in alone]
-    found, problem = in_fresh_process("measure.ladder.roofline:predict_all", configs, kept.rates)
+    with seconds_shown("predicting the factors", "10 to 60 s"):
+        call = "measure.ladder.roofline:predict_all"
+        found, problem = in_fresh_process(call, configs, kept.rates)
     if problem:
         print(f"note: nothing is predicted: {problem}")
         return
@@ -118,7 +129,9 @@ def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
         together = stages[i : i + at_once]
         names = ", ".join(stage.name for stage in together)
         print(f"== {i + len(together)} of {len(stages)}: {names}", flush=True)
-        errors = run_commands([stage.command for stage in together])
+        errors = run_commands(
+            [stage.command for stage in together], until_first_step(together, device)
+        )
         for stage, error in zip(together, errors, strict=True):
             name = stage.name
             run = None if error else Run.read(record.folder / name, settings(stage.config))
@@ -131,10 +144,36 @@ def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
             record.save()
 
 
-def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
+def until_first_step(
+    stages: Sequence[Stage], device: Device
+) -> contextlib.AbstractContextManager[None]:
+    """Show the seconds so far of a run that has not logged a step yet, see `seconds_shown`.
+
+    Nothing is shown of several runs at once, or of one that shows how far its evaluation is.
+    """
+    stage, begun = stages[0], time.time()
+    if len(stages) > 1 or stage.config.eval_every:
+        return contextlib.nullcontext()
+    log = stage.record.folder / stage.name / "log.csv"
+    usual = f"{START + COMPILE * stage.config.compile:.0f} s"
+    if stage.config.compile:
+        longest = SEARCH if searches_for_kernels(stage.config, device) else COLD_COMPILE
+        usual += f" to {longest / 60:.0f} minutes"
+
+    def has_logged() -> bool:
+        # an earlier run's log may be there until this one has moved it aside
+        return log.is_file() and log.stat().st_mtime > begun and log.read_text().count("\n") > 1
+
+    return seconds_shown(f"{stage.name} starts", usual, has_logged)
+
+
+def run_commands(
+    commands: Sequence[Sequence[str]],
+    waiting: contextlib.AbstractContextManager[None] | None = None,
+) -> list[str | None]:
     """Run commands at once, which print to our stdout; return the error line of each, or None.
 
-    Several have a GPU each, and share the cores.
+    Several have a GPU each, and share the cores. `waiting`: entered once all have started.
     """
     several, all_gpus = len(commands), ",".join(map(str, range(len(commands))))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
@@ -142,10 +181,11 @@ def run_commands(commands: Sequence[Sequence[str]]) -> list[str | None]:
     for command, gpu in zip(commands, itertools.cycle(gpus), strict=False):
         share = {"OMP_NUM_THREADS": str(max(1, cores() // several)), "CUDA_VISIBLE_DEVICES": gpu}
         started.append(start_process(command, share if several > 1 else {}))
-    return [
-        why_it_failed(process.returncode, errors) if process.wait() else None
-        for process, errors in started
-    ]
+    with waiting or contextlib.nullcontext():
+        return [
+            why_it_failed(process.returncode, errors) if process.wait() else None
+            for process, errors in started
+        ]
 
 
 # ---- interleaved runs

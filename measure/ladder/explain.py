@@ -3,12 +3,13 @@
 import ast
 import functools
 import itertools
+import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from measure.ladder.stages import ROOT, bases
+from measure.ladder.stages import ROOT, Stage, bases
 from measure.report.report import Card
 from runtime.cli import CONFIG_DIR, read_yaml_mapping
 
@@ -56,6 +57,49 @@ def card_of(name: str, file: Path, base: Path) -> Card:
     texts = [path.read_text(encoding="utf-8") for path in files or [file]]
     yaml = "".join(re.sub(r"(?m)^(#.*|base:.*)?\n", "", text) for text in texts)
     return Card(name, title, base.stem, why, yaml, code)
+
+
+def card_of_stage(stage: Stage) -> Card:
+    """Explain a stage over its base, with the values that ran in place of those in the YAML."""
+    card = card_of(stage.name, stage.file, (stage.base or stage).file)
+    title, yaml, config = card.title, card.yaml, stage.config
+    if (config.n_layer, config.n_embd) != (12, 768):
+        small = f"GPT-2 ({config.n_layer} layers, width {config.n_embd})"
+        title = title.replace("GPT-2 (124M)", small)
+    given = {re.sub("^--(no-)?|=.*", "", word) for word in stage.options}
+    ran = config.model_dump(mode="json", include=given)
+    for name, value in re.findall(r"(?m)^(\w+): *([^#\n]+?) *$", yaml):
+        here = json.dumps(ran.get(name, value)).strip('"')
+        if here != value:
+            yaml = yaml.replace(f"{name}: {value}", f"{name}: {here}  # in the YAML {value}")
+            title = re.sub(rf"\b{re.escape(value)}\b", here, title)
+    return card._replace(title=title, yaml=yaml, ran=", ".join(what_ran(stage)))
+
+
+def what_ran(stage: Stage) -> list[str]:
+    """Return the sizes of a stage's model and run."""
+    config = stage.config
+    steps = f"{config.max_steps:,} steps"
+    return [
+        f"{config.n_layer} layers",
+        f"width {config.n_embd}",
+        f"context {config.seq_len}",
+        f"batch {config.batch_size}",
+        f"{stage.tokens_per_step:,} tokens a step",
+        f"{config.max_minutes:g} minutes" if config.max_minutes else steps,
+        f"corpus {config.dataset}",
+    ]
+
+
+def all_that_ran(stages: Sequence[Stage]) -> str:
+    """Return the sizes of the first stage, and those in which others differ from it."""
+    first, others = what_ran(stages[0]), dict[str, list[str]]()
+    for stage in stages[1:]:
+        pairs = zip(first, what_ran(stage), strict=True)
+        if change := ", ".join(here for there, here in pairs if here != there):
+            others.setdefault(change, []).append(stage.name)
+    differing = [f"{', '.join(names)}: {change}" for change, names in others.items()]
+    return "; ".join([", ".join(first), *differing])
 
 
 def explained(file: Path) -> tuple[str, list[str]]:

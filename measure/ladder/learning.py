@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from measure.interleaved.ratio import means_over_seeds, product
-from measure.ladder.explain import card_of
+from measure.ladder.explain import all_that_ran, card_of_stage
 from measure.ladder.record import curve
 from measure.ladder.report import report_stages
 from measure.ladder.report import rows_of as speeds_of
@@ -222,6 +222,7 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
     report_stages(
         runs,
         [*summaries, *timed],
+        ran=all_that_ran([stage for stage in stages if stage.name in means] or stages),
         about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
         pictures={"learning.png": "validation losses"},
         cards=cards,
@@ -273,6 +274,6 @@ def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
         title=f"What the rungs of {ladder} learn",
         figures=FIGURES,
         rows=rows_of(stages),
-        cards=[card_of(stage.name, stage.file, (stage.base or stage).file) for stage in done],
+        cards=[*map(card_of_stage, done)],
         meaning=BRACKETS,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from config import load_config
 from measure.interleaved.comparison import Comparison, Result
 from measure.interleaved.ratio import product
-from measure.ladder.explain import card_of
+from measure.ladder.explain import all_that_ran, card_of, card_of_stage
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import (
     DIRTY,
@@ -49,12 +49,6 @@ SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "st
 FIGURES = [
     Figure("stage", "stage"),
     Figure(
-        "tokens_per_sec",
-        "tokens/s",
-        ",.0f",
-        "the median without the first steps, which compile and warm up",
-    ),
-    Figure(
         "over_base",
         "x base",
         meaning="tokens/s over those of its base, the stage that it changes (or the stage before, "
@@ -62,15 +56,6 @@ FIGURES = [
         bar=True,
         over="base",
     ),
-    Figure(
-        "over_first",
-        "x first",
-        meaning="tokens/s over those of the first stage: with an interval, the product of "
-        "interleaved factors; without one, the ratio of the two runs",
-        over="first",
-    ),
-    Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
-    PEAK_MEMORY,
     Figure(
         "predicted_over_base",
         "predicted",
@@ -97,6 +82,21 @@ FIGURES = [
         "x base of the same step in the a100 series",
         bar=True,
         over="base",
+    ),
+    Figure(
+        "over_first",
+        "x first",
+        meaning="tokens/s over those of the first stage: with an interval, the product of "
+        "interleaved factors; without one, the ratio of the two runs",
+        over="first",
+    ),
+    PEAK_MEMORY,
+    Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
+    Figure(
+        "tokens_per_sec",
+        "tokens/s",
+        ",.0f",
+        "the median without the first steps, which compile and warm up",
     ),
     Figure(
         "loss_difference",
@@ -258,6 +258,29 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
     return list(rows.values())
 
 
+def total_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
+    """Return a sentence on the last stage's speed over the first's; empty with one stage."""
+    if len(rows) < 2:
+        return ""
+    first, last = rows[0], rows[-1]
+    total, tokens = last["over_first"], [row["tokens_per_step"] for row in (first, last)]
+    how = "the ratio of two single runs"
+    if total.low is not None:
+        is_one = last["base"] == first["stage"]
+        how = "interleaved" if is_one else "the product of the interleaved factors"
+    if tokens[0] != tokens[1]:
+        how += f", at {tokens[0]:,} and {tokens[1]:,} tokens a step"
+    verdict = total.verdict and f", {total.verdict}"
+    times = f"{total}".removesuffix(verdict)
+    text = f"{last['stage']} trains {times} times as fast as {first['stage']}{verdict} ({how})"
+    factors = [(row["over_base"], card.title) for row, card in zip(rows, cards, strict=True)]
+    faster = [(factor, title) for factor, title in factors if factor and factor.ends[0] > 1]
+    if faster:
+        factor, title = max(faster, key=lambda pair: pair[0].value)
+        text += f"; most: {title}, {factor}"
+    return text
+
+
 def published_difference(stage: Stage, run: Run) -> float | None:
     """Return the mean absolute difference from the published loss curve over steps 11 to 50.
 
@@ -279,13 +302,15 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     is_quick = ladder.endswith(SUFFIX)  # of another model than the published one
     name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
+    first = stages[0].config
+    small = ", with a small model" * (is_quick and (first.n_layer, first.n_embd) != (12, 768))
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
     cards, panels, instead = list[Card](), dict[str, dict[str, Curve]](), list[str]()
     curves, published = [], []  # for the page
     for stage, run in done:
-        card = card_of(stage.name, stage.file, (stage.base or stage).file)
+        card = card_of_stage(stage)
         if precision := in_place_of_bf16(stage):
             instead.append(f"{stage.name} {precision}")
         if precision := in_place_of_added_bf16(stage):
@@ -302,13 +327,15 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     if panels:
         draw_panels(stages[0].record.folder / "loss.png", panels)
     draw_times(done, cards)
-    summaries = [run.summary for _, run in done]
+    rows, summaries = rows_of(stages), [run.summary for _, run in done]
     report_stages(
         stages,
         [*summaries, *filter(None, (stage.comparison for stage, _ in done))],
-        title="A ladder" if ladder == "ladder" else f"The {name} ladder",
+        title="A ladder" if ladder == "ladder" else f"The {name} ladder{small}",
+        ran=all_that_ran([stage for stage, _ in done] or stages),
+        result=total_of(rows, cards),
         figures=FIGURES,
-        rows=rows_of(stages),
+        rows=rows,
         notes=[] if is_quick else without_published(stages, options),
         about=[
             *dict.fromkeys(f"{s.steps} steps; {s.about}, {s.date}" for s in summaries),
@@ -465,6 +492,7 @@ def across(folders: Sequence[str], out: Path) -> None:
     machines = list[str]()
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
+        name += ", small model" * folder.name.endswith(SUFFIX)
         machines.append(str(folder) if name in machines else name)
         for rung, over_base in factors_in(folder / "results.csv").items():
             rows.setdefault(rung, {})[machines[-1]] = over_base

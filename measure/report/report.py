@@ -59,6 +59,7 @@ class Card(NamedTuple):
     why: Sequence[str] = ()
     yaml: str = ""
     code: Sequence[tuple[str, int, str]] = ()  # file, line, text
+    ran: str = ""  # sizes of the model and of the run
 
     @property
     def label(self) -> str:
@@ -80,6 +81,8 @@ def write_report(
     figures: Sequence[Figure],  # the first one names the row
     rows: Sequence[Row],
     *,
+    ran: str = "",  # sizes of the model and of the run
+    result: str = "",  # the whole report in a sentence
     remarks: Sequence[str] = (),  # failures and notes
     about: Sequence[str] = (),  # machines and versions
     meaning: str = "",  # explains all figures together
@@ -116,6 +119,7 @@ def write_report(
         draw_bars(folder / bars, factors_of, "factor of speed", where)
     parts = {
         "title": title,
+        "lead": [*filter(None, [ran, result])],
         "table": markdown_table(headings, cells),
         "where": where,
         "about": about,
@@ -131,8 +135,24 @@ def write_report(
     write_atomic(folder / "report.md", render("report.md", parts))
     write_atomic(folder / "report.html", render("page.html", parts))
     write_csv(folder / "results.csv", rows)
-    print_table(title, headings, cells)
+    print_table(title, headings, [*map(brief, itertools.repeat(figures), cells, cards)])
     print(*remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
+    if result:
+        print(result)
+
+
+def brief(figures: Sequence[Figure], cells: Sequence[str], card: Card) -> list[str]:
+    """Return a row's cells for a terminal: with its title, and the total without an interval."""
+    name, *others = cells
+    label = name if card.title == card.name else f"{name}: {card.title}"
+    totals = [figure.over == "first" and not figure.bar for figure in figures[1:]]
+    return [
+        label,
+        *(
+            c.partition(" (")[0] if is_total else c
+            for c, is_total in zip(others, totals, strict=True)
+        ),
+    ]
 
 
 def render(template: str, parts: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Print tables, and write them in Markdown."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
@@ -10,7 +11,8 @@ def _are_figures(cells: Sequence[str]) -> bool:
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with right-aligned figures; columns that do not fit the terminal are dropped.
 
-    Only texts longer than 24 characters are broken into lines: rich would break figures too.
+    Only texts longer than 24 characters, in the first column 20, are broken into lines, between
+    words: rich would break figures too.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -21,13 +23,15 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
     space = console.width
     for heading, *texts in zip(headings, *rows, strict=True):
         longest = max(map(len, [heading, *texts]))
-        space -= min(longest, 24) + 2
+        words = chain(*(text.split() for text in [heading, *texts]))
+        most = 24 if table.columns else 20
+        space -= max(min(longest, most), *map(len, words)) + 2
         if space < 0 and table.columns:
             break
         table.add_column(
             heading,
             justify="right" if _are_figures(texts) else "left",
-            no_wrap=longest <= 24,
+            no_wrap=longest <= most,
             overflow="fold",
         )
     for row in rows:
