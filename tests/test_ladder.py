@@ -26,7 +26,7 @@ from measure.ladder import climb as climbing
 from measure.ladder import quick, stages
 from measure.ladder import record as records
 from measure.ladder import report as ladder_report
-from measure.ladder.explain import card_of
+from measure.ladder.explain import card_of, card_of_stage
 from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
@@ -892,6 +892,9 @@ def test_the_pages_of_a_small_model_name_what_ran():
     assert "A context of 512 tokens" in text
     assert "seq_len: 512  # in the YAML 2048" in text
     assert "max_steps: 10  # in the YAML 50" in text
+    found = plan("speedup2", "speedup3", of_runs=["--batch_size=1"])
+    assert card_of_stage(found[1]).title == "bf16 autocast", "both had a batch of 1"
+    assert card_of_stage(plan("speedup2", "speedup3")[1]).title == "bf16 autocast, and a batch of 3"
     (whole,) = finished("baseline")
     ladder_report.report("ladder", [whole])
     assert "GPT-2 (124M) in plain fp32" in (LADDER / "report.html").read_text()

@@ -61,7 +61,7 @@ def card_of(name: str, file: Path, base: Path) -> Card:
 
 def card_of_stage(stage: Stage) -> Card:
     """Explain a stage over its base, with the values that ran in place of those in the YAML."""
-    card = card_of(stage.name, stage.file, (stage.base or stage).file)
+    card = card_of(stage.name, file_with_effect(stage), (stage.base or stage).file)
     title, yaml, config = card.title, card.yaml, stage.config
     if (config.n_layer, config.n_embd) != (12, 768):
         small = f"GPT-2 ({config.n_layer} layers, width {config.n_embd})"
@@ -74,6 +74,17 @@ def card_of_stage(stage: Stage) -> Card:
             yaml = yaml.replace(f"{name}: {value}", f"{name}: {here}  # in the YAML {value}")
             title = re.sub(rf"\b{re.escape(value)}\b", here, title)
     return card._replace(title=title, yaml=yaml, ran=", ".join(what_ran(stage)))
+
+
+def file_with_effect(stage: Stage) -> Path:
+    """Return a stage's YAML, or the one it builds on if its own options ran in the base too."""
+    below = bases(stage.file)[:1]
+    if stage.base is None or not below or below[0] == stage.base.file:
+        return stage.file
+    own, ran, before = read_yaml_mapping(stage.file), stage.config, stage.base.config
+    names = [name for name in own if name != "base"]
+    has_effect = any(getattr(ran, name) != getattr(before, name) for name in names)
+    return stage.file if has_effect else below[0]
 
 
 def what_ran(stage: Stage) -> list[str]:
