@@ -240,7 +240,7 @@ class Record(BaseModel):
         return record
 
     def keep_changes(self) -> None:
-        """Keep the changes to this code since its commit, if any: results name only the commit."""
+        """Keep the uncommitted changes to this code: results name only the commit."""
         commit = git_commit()
         if commit and commit.endswith(DIRTY):
             changes, known = Changes.of(git_diff()), self.changes.setdefault(commit, [])

@@ -192,7 +192,7 @@ def without_published(stages: Sequence[Stage], options: str) -> Iterator[str]:
 
 
 def lacking(stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield a line on the finished work in a record from which no row can be made, if any."""
+    """Yield a line on finished work in a record that makes no row."""
     record = stages[0].record
     if has := [*record.runs, *(f"rounds of {name}" for name in record.comparisons)]:
         lacks = [stage.key for stage in stages if not (stage.finished or stage.comparison)]
