@@ -192,7 +192,7 @@ OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}
 def orthogonalize(x: Tensor) -> Tensor:
     """Move the singular values of matrices (n, rows, columns), rows <= columns, close to 1.
 
-    They end between about 0.7 and 1.2, except values below a thousandth of the matrix's norm. Five
+    They end between about 0.7 and 1.2, except values below 0.0015 of the matrix's norm. Five
     steps of a Newton-Schulz iteration, with the coefficients of the post above: they raise small
     values quickly instead of converging, and tolerate the rounding of bfloat16.
     """
