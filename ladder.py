@@ -21,7 +21,7 @@ from pathlib import Path
 
 from config import Config
 from measure.interleaved.ratio import FEWEST
-from measure.interleaved.rounds import split_command_line
+from measure.interleaved.rounds import ROUNDS, split_command_line
 from measure.ladder.climb import (
     announce,
     interleave_stages,
@@ -32,7 +32,8 @@ from measure.ladder.climb import (
     run_stages,
 )
 from measure.ladder.learning import report_learned_ablation, report_learning
-from measure.ladder.quick import ROUNDS, SUFFIX, quick_stages
+from measure.ladder.quick import ROUNDS as QUICK_ROUNDS
+from measure.ladder.quick import SUFFIX, quick_stages
 from measure.ladder.record import Device, Record
 from measure.ladder.report import across, plot_runs, report, report_ablation
 from measure.ladder.stages import (
@@ -73,7 +74,7 @@ class LadderOptions(Options):
     """ranks of each config, by torchrun; with speedup, of its last stage, ddp (default: 1; in ddp
     one per GPU)
     """
-    rounds: ZeroIsOff = 20
+    rounds: ZeroIsOff = ROUNDS
     """maximum number of interleaved rounds of each stage with its base; 0 disables them"""
     rerun: bool = False
     """run finished stages again"""
@@ -223,7 +224,7 @@ def run(
     """Run stages, and interleave the `compared` ones with their bases."""
     record, rounds = compared[0].record, options.rounds
     if options.quick and "rounds" not in options.model_fields_set:
-        rounds = ROUNDS
+        rounds = QUICK_ROUNDS
     # one seed of all stages before the next, so that they can be compared at any time
     runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
     with sole_writer(record.folder):

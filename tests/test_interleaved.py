@@ -16,7 +16,7 @@ from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, median_ratio, product, student_t
-from measure.interleaved.rounds import Side, interleave, seconds_shown
+from measure.interleaved.rounds import Side, interleave, run_rounds, seconds_shown
 from runtime.cli import parse
 from runtime.errors import TrainingError
 from runtime.report import Estimate
@@ -37,7 +37,7 @@ def test_drift_makes_no_factor():
 
         return train
 
-    list(interleave([*map(side, (1.1, 1.0, 1.0), rates)], 20))
+    list(interleave([*map(side, (1.1, 1.0, 1.0), rates)], range(20), 2))
     slow, fast, same = (of_side[2:] for of_side in rates)
     ratio = median_ratio(fast, slow)
     assert 1 < ratio.low < 1.1 < ratio.high
@@ -48,7 +48,7 @@ def test_drift_makes_no_factor():
 def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
     order = []
     sides = [functools.partial(order.append, name) for name in "abc"]
-    counted = [len(order) for _ in interleave(sides, 2)]
+    counted = [len(order) for _ in interleave(sides, range(2), 2)]
     assert ("".join(order), counted) == ("abccbaabccba", [9, 12])
 
 
@@ -126,7 +126,7 @@ def test_a_factor_has_median_and_interval_and_one_of_three_verdicts(estimate, sh
 # ---- a side that answers at once
 
 
-def answering(asleep=True, dies=""):
+def answering(asleep=True, dies="", name="two"):
     """A side that answers at once: a tenth of a second and 7 tokens a step."""
     code = (
         "import json\n"
@@ -135,16 +135,35 @@ def answering(asleep=True, dies=""):
         "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps}\n"
         f"    print(json.dumps(answer | {{'asleep': {asleep}}}), flush=True)"
     )
-    return Side("two", [sys.executable, "-c", code], {})
+    return Side(name, [sys.executable, "-c", code], {})
 
 
-def test_a_side_takes_as_many_steps_as_last_half_a_second_from_the_fourth_time_on():
-    with answering() as side:
-        for _ in range(4):
-            side.train()
-    assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5]
-    assert side.measured().tokens_per_sec == pytest.approx([70])
-    assert side.process.poll() is not None
+starts, trains = Side.__enter__, Side.train
+
+
+def test_a_side_takes_as_many_steps_as_last_half_a_second_once_it_is_warm():
+    side, processes = answering(), []
+    for turns in (4, 3):  # its second process knows the steps: one turn less warms it up
+        with side:
+            processes.append(side.process)
+            for _ in range(turns):
+                side.train()
+    assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5, 1, 1, 5]
+    assert side.measured().tokens_per_sec == pytest.approx([70, 70])
+    assert None not in [process.poll() for process in processes]
+
+
+def test_sides_start_anew_after_some_rounds_in_an_order_that_still_alternates(monkeypatch):
+    order = []
+    monkeypatch.setattr(Side, "__enter__", lambda self: order.append("start") or starts(self))
+    monkeypatch.setattr(Side, "train", lambda self: order.append(self.name) or trains(self))
+    found = run_rounds([answering(name="a"), answering(name="b")], 6, 0.0)
+    assert found.rounds == 6
+    starts_of_a_side = order.count("start") / 2
+    assert starts_of_a_side == math.ceil(6 / found.rounds_of_a_process) == 2
+    assert len(found.sides[0].turns) == 3 + 4 + 2 + 2
+    rounds = "".join(name for name in order if name != "start")
+    assert rounds == "ab" + "ab" + "ba" + "abbaabba" + "ab" + "ba" + "abba"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +213,7 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     assert "--n_layer 2" not in one["command"]
     for side in (one, two):
         assert len(side["tokens_per_sec"]) == 6
-        assert len(side["turns"]) == 3 + 6
+        assert len(side["turns"]) == 3 + 4 + 2 + 2  # two processes
         last = side["turns"][-1]
         assert last["tokens"] == 2 * 16 * len(last["seconds"])
         assert side["tokens_per_sec"][-1] == pytest.approx(last["tokens"] / sum(last["seconds"]))

@@ -64,7 +64,8 @@ class Comparison(Result, extra="allow"):
     """
 
     date: str | None = None
-    left_out: int  # the first turns, which compile and warm up
+    left_out: int  # the first turns of a process, which compile and warm up
+    rounds_of_a_process: int | None = None  # then the sides start anew; None: they never do
     sides: list[MeasuredSide]
     settings: list[dict[str, Any]] = []  # a ladder's rung adds the options of both sides
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,13 @@ from runtime.errors import TrainingError, why_it_failed
 from runtime.files import write_json
 from runtime.report import ROOT, git_commit, machine
 
-# The first round compiles, the second may record CUDA graphs, the third sets the steps of a round.
+# Rounds of a side's first process that do not count: the first compiles, the second may record CUDA
+# graphs, the third sets the steps of a round. Later processes need no third.
 LEFT_OUT = 3
+# Then every side starts anew. Memory layout and core belong to a process and change its speed by
+# about half a percent, which more rounds of the same processes would not average out.
+ROUNDS_OF_A_PROCESS = 4
+ROUNDS = 16
 WIDTH = 0.02  # stop once every interval is narrower than this share of its median
 # Train at least this long at a time: less is lost in the machine's noise. Rehearsals set less.
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
@@ -73,15 +78,17 @@ def steps_of_a_turn(seconds: float) -> int:
     return max(1, math.ceil(TURN_SECONDS / seconds))
 
 
-def interleave(sides: Sequence[Callable[[], object]], rounds: int) -> Iterator[None]:
+def interleave(
+    sides: Sequence[Callable[[], object]], rounds: range, before: int = 0
+) -> Iterator[None]:
     """Call every side once a round, in reverse order every other round; yield after each round.
 
-    Two rounds come before the ones that count, and yield nothing.
+    `before`: further rounds come first, and yield nothing.
     """
-    for i in range(1 - LEFT_OUT, rounds):
+    for i in range(rounds.start - before, rounds.stop):
         for side in reversed(sides) if i % 2 else sides:
             side()
-        if i >= 0:
+        if i >= rounds.start:
             yield
 
 
@@ -93,16 +100,20 @@ class SideError(TrainingError):
 class Side:
     """A process that trains some steps on request and sleeps otherwise.
 
-    A context manager, which starts and ends the process. It answers like side.py.
+    A context manager, which starts and ends the process, perhaps several times. It answers like
+    side.py.
     """
 
     name: str
     command: Sequence[str]
     environment: dict[str, str]
+    turns: list[Turn] = field(default_factory=list)  # of all its processes
+    tokens_per_sec: list[float] = field(default_factory=list)  # of the turns that count
+    steps: int = 1  # of a turn that counts
+    warm_up: int = LEFT_OUT  # turns of the process that are still to come and do not count
 
     def __enter__(self) -> "Side":
-        self.turns: list[Turn] = []
-        self.steps = 1  # to take at a time
+        self.warm_up = LEFT_OUT - bool(self.tokens_per_sec)
         self.process, self.errors = start_process(
             self.command, self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -119,7 +130,7 @@ class Side:
         assert requests
         assert answers
         with contextlib.suppress(BrokenPipeError):  # it has ended; stderr has the error
-            print(self.steps, file=requests, flush=True)
+            print(1 if self.warm_up else self.steps, file=requests, flush=True)
         line = answers.readline()
         if not line:
             raise SideError(f"{self.name}: {why_it_failed(self.process.wait(), self.errors)}")
@@ -130,15 +141,20 @@ class Side:
                 f"OMP_WAIT_POLICY"
             )
         self.turns.append(turn)
-        if len(self.turns) == LEFT_OUT:
-            self.steps = steps_of_a_turn(sum(turn.seconds) / self.steps)
+        seconds = sum(turn.seconds)
+        if not self.warm_up:
+            self.tokens_per_sec.append(turn.tokens / seconds)
+            return
+        self.warm_up -= 1
+        if not self.warm_up and not self.tokens_per_sec:
+            self.steps = steps_of_a_turn(seconds)
 
     def measured(self) -> MeasuredSide:
         """Return its figures so far."""
         return MeasuredSide(
             name=self.name,
             command=shlex.join(["python", *self.command[1:]]),
-            tokens_per_sec=[turn.tokens / sum(turn.seconds) for turn in self.turns[LEFT_OUT:]],
+            tokens_per_sec=[*self.tokens_per_sec],
             turns=self.turns,
         )
 
@@ -177,28 +193,36 @@ def run_rounds(
     first steps. Raises SideError.
     """
     about: Any = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
-    with contextlib.ExitStack() as running:
-        for side in sides:
-            running.enter_context(side)
-        for side in sides:  # the first steps alone, since the compiler times kernels to choose one
-            with seconds_shown(f"{side.name} starts", USUAL_START):
-                side.train()
-            check(side)
-        for _ in interleave([side.train for side in sides], rounds):
-            measured = [side.measured() for side in sides]
-            device = measured[0].turns[0].device
-            found = Comparison(**about, device=device, left_out=LEFT_OUT, sides=measured)
-            if results:
-                write_json(Path(results), found.model_dump(exclude_unset=True))
-            speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in measured)
-            line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
-            if found.rounds >= FEWEST:
-                ratios = map(found.ratio, range(1, len(sides)))
-                line += f"; x first {', '.join(map(str, ratios))}"
-            say(line)
-            if found.is_narrow(width):
-                break
-        return found
+    about |= {"left_out": LEFT_OUT, "rounds_of_a_process": ROUNDS_OF_A_PROCESS}
+    for begin in range(0, rounds, ROUNDS_OF_A_PROCESS):
+        block = range(begin, min(begin + ROUNDS_OF_A_PROCESS, rounds))
+        with contextlib.ExitStack() as running:
+            for side in sides:
+                running.enter_context(side)
+            for side in sides:  # the first steps alone, since the compiler times kernels
+                with seconds_shown(f"{side.name} starts", USUAL_START):
+                    side.train()
+                check(side)
+            for _ in interleave([side.train for side in sides], block, sides[0].warm_up):
+                measured = [side.measured() for side in sides]
+                device = measured[0].turns[0].device
+                found = Comparison(**about, device=device, sides=measured)
+                if results:
+                    write_json(Path(results), found.model_dump(exclude_unset=True))
+                say(describe_round(found, rounds))
+                if found.is_narrow(width):
+                    return found
+    return found
+
+
+def describe_round(found: Comparison, rounds: int) -> str:
+    """Return a line on the last round: the speeds in it, and the ratios so far."""
+    speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in found.sides)
+    line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
+    if found.rounds >= FEWEST:
+        ratios = map(found.ratio, range(1, len(found.sides)))
+        line += f"; x first {', '.join(map(str, ratios))}"
+    return line
 
 
 # ---- options of commands that interleave
@@ -207,7 +231,7 @@ def run_rounds(
 class RoundsOptions(Options):
     """how long"""
 
-    rounds: int = Field(20, ge=FEWEST)
+    rounds: int = Field(ROUNDS, ge=FEWEST)
     """rounds at most"""
     width: float = Field(WIDTH, ge=0, le=1)
     """stop once every interval is narrower than this share of its median"""

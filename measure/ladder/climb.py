@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.process import in_fresh_process, start_process
 from measure.interleaved.rounds import (
     LEFT_OUT,
+    ROUNDS_OF_A_PROCESS,
     SideError,
     run_rounds,
     seconds_shown,
@@ -49,7 +51,9 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
     if device.tflops:
         of_runs = [run.config for run in runs]
         of_sides = 2 * [stage.config for stage in compared]
-        seconds = sum(START + COMPILE * config.compile for config in of_runs + of_sides)
+        processes = math.ceil(rounds / ROUNDS_OF_A_PROCESS)
+        started = [*of_runs, *(processes * of_sides)]
+        seconds = sum(START + COMPILE * config.compile for config in started)
         # runs with the same sizes of matmuls share a search
         searches = {
             (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
@@ -61,7 +65,7 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
             of_steps = config.max_steps * device.step_seconds(config)
             seconds += 60 * config.max_minutes if config.max_minutes else of_steps
         for step in map(device.step_seconds, of_sides):
-            seconds += (LEFT_OUT + rounds * steps_of_a_turn(step)) * step
+            seconds += (processes * LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, MFU, SHORTER), flush=True)
 
 
