@@ -199,10 +199,6 @@ class OptimizationConfig(Options):
     """minutes from the first step to the end of the run, evaluations included; the schedule follows
     the clock (default: the run ends after max_steps)
     """
-    skip_spikes: ZeroIsOff = 0
-    """skip up to this many updates whose loss or gradient norm is far above the last 128 steps'; 0
-    only notes them
-    """
     skip_nonfinite: ZeroIsOff = 0
     """skip up to this many updates whose loss or gradient norm is not finite; 0 stops at the first
     one

@@ -79,7 +79,6 @@ def summarize(config: Config, state: State, world: World, folder: RunFolder) -> 
         "tokens": state.step * tokens_per_step,
         "parameters": state.model.num_parameters(),
         "skipped_steps": state.skipped_steps,
-        "skipped_spikes": state.skipped_spikes,
         "final_loss": loss if math.isfinite(loss) else None,
         "median_dt_ms": median * 1e3,
         "median_tokens_per_sec": tokens_per_step / median,

@@ -210,7 +210,7 @@ def train_step(run: Run, step: int) -> Figures:
 
     # Warm-up and schedule: the learning rate of this step, times each group's own factor.
     lr = learning_rate(step, config, state.seconds)
-    updates = state.begin_update(loss, norm, config)  # False: not finite, or a spike
+    updates = state.begin_update(loss, norm, config)  # False if loss or norm is not finite
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]

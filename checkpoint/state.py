@@ -29,8 +29,7 @@ from checkpoint.files import (
 from config import Config
 from model import GPT
 from runtime.cli import ConfigError, load
-from runtime.clock import mark_time, seconds_between
-from runtime.recent import NO_LIMITS, Recent
+from runtime.clock import mark_time, seconds_between, slowness
 
 # attributes of State that checkpoint.json has under the same names
 COUNTS = (
@@ -40,7 +39,6 @@ COUNTS = (
     "problem",
     "skipped_steps",
     "skipped_overflows",
-    "skipped_spikes",
     "seconds",
 )
 
@@ -57,8 +55,8 @@ class TakenStep(NamedTuple):
 
     step: int  # from 1
     figures: dict[str, float]  # by name: the fields of Figures, lr and dt_ms
-    notes: list[str]  # lines on a skipped update, a spike or a slow step
-    problem: str  # why the update was skipped; "" if it was made, or skipped as a spike
+    notes: list[str]  # lines on a skipped update or a slow step
+    problem: str  # why the update was skipped; "" if it was made
     is_fatal: bool  # more updates were skipped than `skip_nonfinite` allows
 
 
@@ -78,9 +76,7 @@ class State:
     step: int = 0  # steps taken
     skipped_steps: int = 0  # updates skipped because loss or norm was not finite
     skipped_overflows: int = 0  # skipped_steps because of an overflow in fp16
-    skipped_spikes: int = 0  # updates skipped because loss or norm was far above earlier ones
     seconds: float = 0.0  # since the first step began, counted if max_minutes is set
-    recent: Recent = field(default_factory=Recent)
     best_val_loss: float | None = None
     validated: str = ""  # fingerprint and number of the tokens of validation losses
     problem: str = ""  # why the last step's update was skipped
@@ -99,18 +95,15 @@ class State:
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
-        The update is skipped if loss or norm is not finite, or a spike within `skip_spikes`. Fused
-        optimizers skip it on the device, so nothing has to wait; for other optimizers the host
-        waits for loss and norm. In fp16 the scaler skips too.
+        The update is skipped if loss or norm is not finite. Fused optimizers skip it on the device,
+        so nothing has to wait; for other optimizers the host waits for loss and norm. In fp16 the
+        scaler skips too.
         """
         # The device computes this step's gradients meanwhile, so it is not idle.
         self.settle(config)
-        skips_spikes = self.skipped_spikes < config.skip_spikes
-        limits = self.recent.limits() if skips_spikes else NO_LIMITS
-        is_sound = (loss <= limits[0]) & (norm <= limits[1])  # False if one is nan
+        is_sound = torch.isfinite(loss) & torch.isfinite(norm)
         fused = all(optimizer.defaults.get("fused") for optimizer in self.optimizers)
-        reads_first = config.fsdp or (config.fp16 and config.skip_spikes)
-        if fused and not reads_first and loss.device.type != "mps":
+        if fused and not config.fsdp and loss.device.type != "mps":
             for optimizer in self.optimizers:
                 # If this is 1, a fused kernel changes nothing; GradScaler sets it too.
                 optimizer.found_inf = (~is_sound).float()  # type: ignore[attr-defined]
@@ -138,12 +131,7 @@ class State:
         loss, norm = figures["loss"], figures["norm"]
         self.stopping = self.stopping or asked > 0
         notes, problem, is_fatal = [], "", False
-        if math.isfinite(loss + norm):
-            notes = self.recent.spikes(loss, norm)
-            if notes and self.skipped_spikes < config.skip_spikes:
-                self.skipped_spikes += 1
-                notes[-1] += f": skipped, {self.skipped_spikes} of {config.skip_spikes}"
-        else:
+        if not math.isfinite(loss + norm):
             self.skipped_steps += 1
             scale = self.scaler.get_scale()
             # The scaler halves its scale at an overflow. If that does not help, the model is at
@@ -158,8 +146,7 @@ class State:
                 notes = [f"the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"]
                 if not is_fatal:
                     notes[-1] += f": skipped, {count} of at most {config.skip_nonfinite}"
-        notes += self.recent.slowness(seconds)
-        self.recent.add(loss, norm, seconds)
+        notes += slowness(seconds, self.step_seconds)
         self.step_seconds.append(seconds)
         self.last_loss = loss
         notes = [f"step {self.step}: {note}" for note in notes]
@@ -219,13 +206,12 @@ class State:
     def numbers(self) -> dict[str, Any]:
         """Return the rest of the state, except random states, as checkpoint.json has it."""
         counts = {name: getattr(self, name) for name in COUNTS}
-        return counts | {"recent": self.recent.figures, "scaler": self.scaler.state_dict()}
+        return counts | {"scaler": self.scaler.state_dict()}
 
     def load_numbers(self, saved: "SavedState") -> None:
         """Restore `numbers`."""
         for name in COUNTS:
             setattr(self, name, getattr(saved, name))
-        self.recent = Recent(saved.recent)
         if saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
 
@@ -272,12 +258,10 @@ class SavedState(BaseModel):
     tokens_per_step: int
     best_val_loss: float | None
     skipped_steps: int
-    validated: str = ""  # these six are not in checkpoints of an earlier version
+    validated: str = ""  # these four are not in checkpoints of an earlier version
     problem: str = ""
     skipped_overflows: int = 0
-    skipped_spikes: int = 0
     seconds: float = 0.0
-    recent: list[tuple[float, float]] = []
     corpus: str  # the training tokens' fingerprint
     config: dict[str, Any]
     scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16

@@ -40,7 +40,7 @@ FP32 = {"fp16": False, "fused_adamw": False, "compile": False}
 OPTIONS = [
     {"fp16": True, "fused_adamw": True, "grad_clip": 1.0},
     {"optimizer": "muon"},
-    {"fused_adamw": True, "skip_spikes": 1, "skip_nonfinite": 1, "log_every": 2},
+    {"fused_adamw": True, "skip_nonfinite": 1, "log_every": 2},
     {"loss_chunks": 4, "tie_weights": True},
     {"compile": True, "compile_mode": "reduce-overhead"},
 ]

@@ -19,7 +19,6 @@ import train
 from checkpoint.files import read_tensors
 from checkpoint.state import read_state
 from model import GPT
-from runtime import recent
 from runtime.errors import UserError
 from runtime.runlog import all_checkpoints
 from runtime.world import World
@@ -33,7 +32,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16 and fused_adamw": {"fp16": True, "fused_adamw": True},
     "fused_adamw and bf16": {"fused_adamw": True, "bf16": True, "log_every": 2, "flash": True},
     "fused_adamw and micro-steps": {"fused_adamw": True, "total_batch_tokens": 256},
-    "fused_adamw and skip_spikes": {"fused_adamw": True, "skip_spikes": 1},
     "loss_chunks": {"loss_chunks": 4, "tie_weights": True, "bf16": True},
     "without flash": {"flash": False},
     "muon": {"optimizer": "muon"},
@@ -52,22 +50,10 @@ OTHER_WAITS = {
     "muon": [EVENT, READ, UPDATE, UPDATE],
 }
 
-
-def large_at(*steps):
-    """Give some steps a large norm."""
-
-    def act(call, model):
-        device = model.lm_head.weight.device
-        return torch.full((), 1000.0, device=device) if call in steps else None
-
-    return act
-
-
-# Runs in which something goes wrong. The second large norm is no spike: the window has the first.
+# Runs in which something goes wrong
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[int, GPT], Any]]] = {
     "a step and the last one are not finite": ({"skip_nonfinite": 2}, poisoned_at(2, 8)),
     "too many are not finite": ({"skip_nonfinite": 1, "checkpoint_every": 3}, poisoned_at(4, 5)),
-    "a large norm twice": ({"skip_spikes": 2}, large_at(6, 7)),
     "it saves and evaluates": (
         {"eval_every": 2, "checkpoint_every": 3, "val_fraction": 0.1, "log_every": 4},
         lambda *_: None,
@@ -86,11 +72,10 @@ def run_all(place):
     results: dict[str, Any] = {
         name: run_pair(place, name, **chosen) for name, chosen in options.items()
     }
-    with patch.object(recent, "WINDOW", 4):
-        for name, (chosen, act) in FAULTS.items():
-            on_cpu = left_behind(place, f"{name} cpu", CPU, act, **chosen)
-            with fake_cuda():
-                results[name] = [on_cpu, left_behind(place, name, GPU, act, **chosen)]
+    for name, (chosen, act) in FAULTS.items():
+        on_cpu = left_behind(place, f"{name} cpu", CPU, act, **chosen)
+        with fake_cuda():
+            results[name] = [on_cpu, left_behind(place, name, GPU, act, **chosen)]
 
     def stop(call, _):
         if call == 2:
@@ -119,7 +104,7 @@ def left_behind(place, name, device, act, **options):
         "error": error,
         "log": [[*map(float, row)] for row in log(folder)],
         "evaluations": evaluated.read_text().count("\n") if evaluated.exists() else 0,
-        "saved": [saved.step, saved.skipped_steps, saved.skipped_spikes, len(saved.recent)],
+        "saved": [saved.step, saved.skipped_steps],
         "weights": torch.cat([tensor.flatten()[:40] for tensor in weights.values()]).tolist(),
     }
 
@@ -198,7 +183,7 @@ def test_on_a_gpu_whose_figures_are_read_a_step_later_a_fault_ends_as_on_a_cpu(r
 
 def test_a_signal_on_a_gpu_stops_a_run_with_all_its_steps_saved_and_logged(runs):
     assert [row[0] for row in runs["stop"]["log"]] == [1, 2, 3]
-    assert runs["stop"]["saved"] == [3, 0, 0, 3]
+    assert runs["stop"]["saved"] == [3, 0]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""A run knows whether it is on track: validation losses beside a curve, spikes, slow steps; and a
-run may end by the clock.
+"""A run knows whether it is on track: validation losses beside a curve, slow steps; and it may end
+by the clock.
 """
 
 import math
 import re
-from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 import train as train_module
 from config import load_config
@@ -16,11 +14,9 @@ from inference.expected import ExpectedLosses
 from inference.reference import Reference
 from optimizer import learning_rate
 from runtime import clock as clock_module
-from runtime import recent
-from runtime.files import sha256
-from runtime.recent import Recent
+from runtime.clock import slowness
 from runtime.report import project_files
-from runtime.runlog import all_checkpoints, read_rows
+from runtime.runlog import read_rows
 from tests.conftest import at_step, refused
 from tests.test_train import column
 
@@ -169,51 +165,14 @@ def mean(rows, steps):
     return sum(rows[step]["loss"] for step in steps) / len(steps)
 
 
-# ---- spikes and slow steps
+# ---- slow steps
 
 
-def test_figures_far_above_those_of_128_steps_are_spikes_and_no_others():
-    seen = Recent()
-    for i in range(128):
-        assert seen.spikes(100.0, 100.0) == []  # too few steps
-        seen.add(4.0 + 0.1 * (i % 2), 1.0 + 0.1 * (i % 2), 1.0)
-    assert seen.spikes(4.34, 1.34) == []
-    loss, norm = seen.spikes(4.36, 1.36)
-    assert loss.startswith("loss 4.3600, 6 standard deviations above the mean 4.0500")
-    assert norm.startswith("norm 1.3600, 6 standard deviations")
-    assert seen.spikes(0.0, 0.0) == []
-    seen.add(float("nan"), 1.0, 1.0)
-    assert len(seen.figures) == 128
-    assert seen.slowness(2.9) == []
-    assert seen.slowness(3.3) == ["took 3.30 s, 3.3 times the median of the last steps"]
-
-
-def test_a_spike_is_noted_and_its_update_left_out_only_where_that_was_asked_for(
-    go, here, monkeypatch
-):
-    """It is judged by eight steps; the gradients of step 12 are a thousand times too large."""
-
-    def spike(call, model):
-        if call != 12:
-            return None
-        for p in model.parameters():
-            p.grad *= 1000
-        return torch.tensor(1000.0)
-
-    monkeypatch.setattr(recent, "WINDOW", 8)
-    unchanged = {}
-    for skip in (0, 1):
-        end = at_step(monkeypatch, spike)
-        summary = go(max_steps=13, checkpoint_every=1, keep_last=13, skip_spikes=skip)
-        end()
-        console = (here / "console.log").read_text()
-        noted = re.findall(r"^step (\d+): norm 1000\.0000, .* last 8 steps(.*)$", console, re.M)
-        assert noted == [("12", ": skipped, 1 of 1" if skip else "")]
-        assert summary["skipped_spikes"] == skip
-        steps = [sha256(path / "model.safetensors") for path in all_checkpoints(here)[10:]]
-        unchanged[skip] = [before == after for before, after in pairwise(steps)]
-    assert unchanged == {0: [False, False], 1: [True, False]}
-    assert go(max_steps=14, skip_spikes=1, resume="auto")["skipped_spikes"] == 1
+def test_a_step_that_takes_three_times_the_median_of_the_last_128_is_noted():
+    assert slowness(9.0, 15 * [1.0]) == []  # too few steps
+    before = 200 * [9.0] + 128 * [1.0]
+    assert slowness(2.9, before) == []
+    assert slowness(3.3, before) == ["took 3.30 s, 3.3 times the median of the last steps"]
 
 
 # ---- an end by the clock

@@ -336,8 +336,9 @@ def test_a_checkpoint_of_another_version_resumes_with_a_note(go, here, tmp_path,
     go(max_steps=2)
     folder = newest(here)
     state = json.loads((folder / "checkpoint.json").read_text())
-    state["config"]["later"] = 7
-    (folder / "checkpoint.json").write_text(json.dumps(state | {"run_id": "0123"}))
+    state["config"] |= {"later": 7, "skip_spikes": 0}
+    state |= {"run_id": "0123", "skipped_spikes": 0, "recent": [[4.8, 1.0]]}
+    (folder / "checkpoint.json").write_text(json.dumps(state))
     reseal(folder)
     go(load_config(resume=str(folder), max_steps=4))
     assert f"note: {folder}: has later, an option that this code lacks" in capsys.readouterr().out
