@@ -248,10 +248,10 @@ def report_learned_ablation(
         ours, without = losses_of(rung), losses_of(rung.base)
         if ours and without:
             pairs[optimization] = ours, without
-    lower = means_over_seeds(
-        {name: lower_by(without, ours) for name, (ours, without) in pairs.items()}
-    )
-    tokens, rows = shares_of_tokens(pairs), list[Row]()
+    unpaired = unpaired_among((name, rung) for name, (rung,) in rungs.items())
+    differences = {name: lower_by(without, ours) for name, (ours, without) in pairs.items()}
+    lower, tokens = pooled(differences, unpaired), shares_of_tokens(pairs, unpaired)
+    rows = list[Row]()
     for optimization in pairs:
         comparison = rungs[optimization][0].comparison
         row = {"optimization": optimization, "lower": lower[optimization]}

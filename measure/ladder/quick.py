@@ -15,8 +15,6 @@ SUFFIX = "_quick"  # ends the ladder's name
 STEPS = 10  # per run
 ROUNDS = 12  # their intervals leave out two outliers on each side
 LONGEST_STEP = 1.2  # seconds, at 50% MFU, on average over the stages
-
-
 TOKENS = 2 * 1024  # in a batch before the context is divided: all stages take the same
 
 
