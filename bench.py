@@ -1,33 +1,34 @@
 """Time a model's forward and backward passes, and break its training step down.
 
 python bench.py                              the published profile: two sizes, with and without
-                                             warm-up and mixed precision
+                                             warm-up and mixed precision, and the published seconds
 python bench.py --no-bf16 --batch_size 8     any options of train.py, for the models that are timed
 python bench.py --config speedup7.yaml       the model, batch and precision of a training stage
-python bench.py --breakdown                  the parts of a training step
-python bench.py --scan batch_size=1,2,4,8    tokens/s and memory, up to out of memory
-python bench.py --config ddp.yaml --scaling 1,2,4         the same batch on more ranks, interleaved
-python bench.py --compare logs/reference/timeit.csv       beside earlier or published results
+python bench.py --config speedup7.yaml --breakdown      the parts of its training step
+python bench.py --config speedup7.yaml --trace          the operators of its training step
 """
 
-from collections.abc import Sequence
-from itertools import chain
-from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, model_validator
 
 from config import GRAPHS_RECORDED, Config, Count, RunConfig, ZeroIsOff, load_config
-from measure.interleaved.ratio import FEWEST
-from runtime.cli import ContradictionError, Name, Options, Positive
+from runtime.cli import ContradictionError, Name, Options
 from runtime.start import start
 
 Size = Literal["small", "medium", "large", "xl"]  # configs/timeit/ has these
 Computation = Literal["forward", "backward", "forward_backward", "training_step"]
 
+# Options of a run and its corpus: one model computes passes over one batch of random tokens.
+WITHOUT_EFFECT = {*RunConfig.model_fields} - {"device", "seed", "log_dir"}
+WITHOUT_EFFECT |= {"max_steps", "max_minutes", "total_batch_tokens"}
+WITHOUT_EFFECT |= {"dataset", "data_dir", "shuffle", "overfit_batch", "val_fraction"}
 
-class WhatOptions(Options):
-    """models and passes (default: the published profile)"""
+
+class BenchOptions(Options):
+    """models and measurements (default: the published profile)"""
+
+    model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
 
     config: str | None = None
     """time the model, batch and precision of this training config instead: a path, or a name in
@@ -43,64 +44,17 @@ class WhatOptions(Options):
     second pass begins to record, 0 or at least 3
     """
     steps: Count = 5
-    """timed passes"""
-
-
-# Options of the corpus. Passes of one model are on random tokens.
-DATA = ("dataset", "data_dir", "shuffle", "overfit_batch", "val_fraction")
-# Options with an effect in each mode, or without one, besides config, log_dir and train.py's own.
-USES = {
-    "": ("size", "computation", "warmup_steps", "steps", "compare"),
-    "breakdown": ("size", "steps"),
-    "trace": ("size",),
-    "memory": ("size",),
-    "scan": ("size", "steps"),
-    "scaling": ("rounds", "total_batch_tokens", *DATA),
-}
-INSPECT = ("breakdown", "trace", "memory")
-OF_RUNS = {*RunConfig.model_fields, "max_steps", "max_minutes"} - {"device", "seed", "log_dir"}
-
-
-class BenchOptions(WhatOptions):
-    """measurements (default: a table of times)"""
-
-    model_config = ConfigDict(extra="allow")  # `model_extra` has the given flags of train.py
-
+    """timed passes, or steps of --breakdown"""
     breakdown: bool = False
     """time the parts of a training step"""
     trace: bool = False
     """profile a training step: top operators, and a trace that ui.perfetto.dev opens"""
-    memory: bool = False
-    """write a snapshot of the CUDA memory of a training step, which pytorch.org/memory_viz opens"""
-    scan: str | None = Field(None, pattern=r"^(batch_size|seq_len)=\d{1,15}(,\d{1,15})*$")
-    """tokens/s and memory of training steps over values of batch_size or seq_len, such as
-    batch_size=1,2,4
-    """
-    scaling: tuple[Positive, ...] = Field((), min_length=2)
-    """numbers of ranks, such as 1,2,4, that train the same batch of --config [baseline],
-    interleaved: tokens/s and efficiency
-    """
-    rounds: int = Field(20, ge=FEWEST)
-    """rounds of --scaling at most; fewer once every interval is narrower than 2%"""
-    compare: str | None = None
-    """results.csv of an earlier call, or logs/reference/timeit.csv"""
     log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
 
-    @property
-    def scanned(self) -> str:
-        """The option whose values are scanned; empty without --scan."""
-        return (self.scan or "").partition("=")[0]
-
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        modes = [mode for mode in USES if getattr(self, mode, False)] or [""]
-        if self.scaling:
-            modes = ["scaling"]
-        used = {*modes, *chain(*(USES[mode] for mode in modes))}
-        without_effect = {*USES, *chain(*USES.values()), *OF_RUNS} - used | {self.scanned}
-        if self.config:
-            without_effect.add("size")
+        without_effect = WITHOUT_EFFECT | ({"size"} if self.config else set())
         if given := sorted(without_effect & self.model_fields_set):
             text = "has no effect in this benchmark; leave it out"
             raise ContradictionError(*((name, f"{name} {text}") for name in given))
@@ -110,20 +64,27 @@ class BenchOptions(WhatOptions):
 if __name__ == "__main__":
     OPTIONS = start(BenchOptions, others=Config)
 
+import csv
+import datetime
+import itertools
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
 from measure.interleaved.process import in_fresh_process
-from measure.profile.breakdown import inspect_models
-from measure.profile.scaling import measure_scaling
-from measure.profile.tables import new_folder, read_results, report_times
-from measure.profile.timing import Job, label_of
-from measure.report.report import Row, write_csv
+from measure.report.report import PEAK_MEMORY, Figure, Row, write_csv, write_report
 from runtime.errors import TrainingError, reported
-from runtime.files import write_json
+from runtime.files import write_atomic, write_json
+from runtime.report import ROOT, flops_rate, git_commit, machine
 
-# ---- the jobs
+Model = tuple[str, Config]  # a size of the published profile, or a config's name; its options
 
 
-def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
-    """Return name and config of each model to time, with and without mixed precision.
+# ---- what is timed
+
+
+def models_of(options: BenchOptions) -> list[Model]:
+    """Return the models to time; sizes of the profile with and without mixed precision.
 
     Raises UserError.
     """
@@ -142,57 +103,122 @@ def job_configs(options: BenchOptions) -> list[tuple[str, Config]]:
     ]
 
 
-def jobs_of(options: BenchOptions) -> list[Job]:
-    """Return a job for each model, precision, computation and value of the scan.
-
-    Raises UserError, also for a value of the scan that the option does not allow.
-    """
-    scanned = [options]
-    if options.scan:
-        steps = options.with_options(computation=("training_step",), warmup_steps=(1,))
-        values = sorted(map(int, options.scan.partition("=")[2].split(",")))
-        scanned = [steps.with_options(**{options.scanned: n}) for n in values]
-    return [
-        Job(size, config, computation, warm_up(config, each.warmup_steps), each.steps)
-        for each in scanned
-        for size, config in job_configs(each)
-        for computation in each.computation
-    ]
-
-
 def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of untimed passes, after which CUDA graphs run."""
     least = GRAPHS_RECORDED if config.has_graphs else 0
     return tuple(dict.fromkeys(n and max(n, least) for n in passes))
 
 
-def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
-    """Time the jobs one after the other; after a failure, skip that model's larger batches.
+def bits(config: Config) -> str:
+    """Return the precision of a model as a word."""
+    return "full" if config.matmul_dtype == "float32" else "mixed"
 
-    Returns the rows, and a line for each failure. Writes results.csv and results.json, which also
-    has the seconds of every pass, after each job, so that an interrupted call keeps them. Raises
-    TrainingError if no job can be measured.
+
+def place() -> str:
+    """Describe this machine, the versions and the day."""
+    return f"{machine()}; torch {version('torch')}, commit {git_commit()}, {datetime.date.today()}."
+
+
+# ---- times of passes
+
+KEY = ("size", "computation", "warmup_steps", "mixed_precision")  # identifies a published row
+COLUMNS = [
+    Figure("label", "model and pass"),
+    Figure("warmup_steps", "warm"),
+    Figure("mean_s", "mean, s", ".4g"),
+    Figure("published_s", "published", ".4g", "the mean in seconds, on an unnamed GPU"),
+    Figure("over_published", "x published", ".3f"),
+    Figure("tflops", "FLOP rate", lambda row: flops_rate(row["tflops"])),
+    Figure("utilization", "MFU", ".0%", "against the measured matmul rate"),
+    *(Figure(f"{name}_s", name, ".4g") for name in ("median", "std", "min", "max")),
+    Figure("tokens_per_sec", "tokens/s", ",.0f"),
+    PEAK_MEMORY,
+]
+FROM_THE_SAME_PASSES = (
+    "Rows that differ only in warm-up come from the same passes: with w warm-up passes the first w "
+    "are left out. std: of the population."
+)
+
+
+def published_seconds(options: BenchOptions) -> dict[tuple[str, ...], float]:
+    """Return the published means by KEY; empty if the options make other models or batches."""
+    given = {*(options.model_extra or {})} - {"device", "bf16", "fp16"}
+    if options.config or given:
+        return {}
+    with (ROOT / "logs/reference/timeit.csv").open(newline="", encoding="utf-8") as file:
+        return {tuple(row[k] for k in KEY): float(row["mean_s"]) for row in csv.DictReader(file)}
+
+
+def time_models(options: BenchOptions, models: Sequence[Model], folder: Path) -> None:
+    """Time the passes of each model, and report them from fast to slow.
+
+    Writes results.csv and results.json, which also has the seconds of every pass, after each model
+    and computation, so that an interrupted call keeps them. A failure is a line of the report.
+    Raises TrainingError if nothing can be measured.
     """
-    rows: list[Row] = []
-    failed: dict[str, str] = {}  # line by label
-    for job in jobs:
-        label = label_of(job.row(0))
-        if label in failed:
-            continue
-        found, error = in_fresh_process("measure.profile.timing:measure", job)
+    published = published_seconds(options)
+    rows, failed = list[Row](), list[str]()
+    for (size, config), computation in itertools.product(models, options.computation):
+        warmup_steps = warm_up(config, options.warmup_steps)
+        call = "measure.profile:time_passes", config, computation, warmup_steps, options.steps
+        found, error = in_fresh_process(*call)
+        label = f"{size} {computation}, {bits(config)} precision"
         speed = "{tokens_per_sec:,.0f} tokens/s, {peak_memory_mb:,.0f} MB"
-        line = f"{label}, {job.config.batch_size} x {job.config.seq_len}: "
-        line += error or speed.format(**found[-1])
+        line = f"{label}: {error or speed.format(**found[-1])}"
         print(line, flush=True)
         if error:
-            failed[label] = line
+            failed.append(line)
             continue
-        rows += found
+        for figures in found:
+            row: Row = {"label": label, "size": size, "computation": computation}
+            row |= {"mixed_precision": bits(config) == "mixed"} | figures
+            if there := published.get(tuple(str(row[name]).lower() for name in KEY)):
+                row |= {"published_s": there, "over_published": row["mean_s"] / there}
+            rows.append(row)
         write_csv(folder / "results.csv", rows)
         write_json(folder / "results.json", rows)
     if not rows:
+        raise TrainingError(f"nothing could be measured: {failed[-1]}")
+    report(rows, failed, folder)
+
+
+def report(rows: Sequence[Row], failed: Sequence[str], folder: Path) -> None:
+    """Print the rows and the failures, and write them to report.md and report.html."""
+    about = "{device}, {threads} threads; ".format(**rows[0]) + place()
+    write_report(
+        folder,
+        "Seconds per pass: forward, backward and both",
+        COLUMNS,
+        sorted(rows, key=lambda row: row["mean_s"]),
+        remarks=[*sorted({row["notes"] for row in rows} - {""}), *failed],
+        about=[about],
+        meaning=FROM_THE_SAME_PASSES,
+    )
+
+
+# ---- the parts of a step
+
+
+def inspect_models(options: BenchOptions, models: Sequence[Model], folder: Path) -> None:
+    """Break down or trace a step of each model, and write the tables to parts.md.
+
+    Raises TrainingError if nothing can be measured.
+    """
+    text = f"# Where a training step's time goes\n\n{place()}\n"
+    errors = list[str]()
+    for name, config in models:
+        title = f"\n## {name}, {bits(config)} precision, {config.batch_size} x {config.seq_len}\n"
+        print(title, flush=True)
+        steps = options.steps if options.breakdown else 0
+        path = folder / f"trace_{name}_{bits(config)}.json.gz" if options.trace else None
+        found, error = in_fresh_process("measure.profile:inspect_step", config, steps, path)
+        section = found or error
+        print(section)
+        text += f"{title}\n{section}\n"
+        write_atomic(folder / "parts.md", text)
+        errors.append(error)
+    if all(errors):
         raise TrainingError(f"nothing could be measured: {error}")
-    return rows, [*failed.values()]
 
 
 # ---- the command
@@ -200,19 +226,13 @@ def time_jobs(jobs: Sequence[Job], folder: Path) -> tuple[list[Row], list[str]]:
 
 def main(options: BenchOptions) -> None:
     """Measure. Raises UserError, for a mistake before anything is measured, and OSError."""
-    if options.scaling:
-        name, values = options.config or "baseline", options.model_extra or {}
-        measure_scaling(name, values, options.scaling, options.rounds, options.log_dir)
-        return
-    jobs = jobs_of(options)
-    earlier = read_results(Path(options.compare)) if options.compare else {}
-    folder = new_folder(options.log_dir)
-    inspected = [name for name in INSPECT if getattr(options, name)]
-    if inspected:
-        inspect_models(inspected, job_configs(options), folder, options.steps)
-    if options.scan or not inspected:
-        rows, failed = time_jobs(jobs, folder)
-        report_times(options.scanned, rows, failed, folder, earlier, options.compare)
+    models = models_of(options)
+    folder = Path(options.log_dir) / "bench" / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder.mkdir(parents=True)
+    if options.breakdown or options.trace:
+        inspect_models(options, models, folder)
+    else:
+        time_models(options, models, folder)
     print(f"{folder}/ has {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

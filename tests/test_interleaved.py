@@ -241,6 +241,19 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_side_on_two_ranks_trains_the_same_batch_as_one_rank(config):
+    texts = [config, f"RANKS=2 {config} --batch_size 1"]
+    sides = [parse_side(text, [*TINY, "--total_batch_tokens", "32"]) for text in texts]
+    for side in sides:
+        with side:
+            side.train()
+    one, two = (side.turns[0] for side in sides)
+    assert [rank.tokens for rank in two.ranks] == [32, 32]
+    assert (one.tokens, two.tokens) == (32, 32)
+    assert two.loss == pytest.approx(one.loss, abs=1e-5)
+
+
 def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
     (tmp_path / "measure/interleaved").mkdir(parents=True)
     (tmp_path / "measure/interleaved/side.py").write_text(
@@ -259,6 +272,7 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
         ([], "sides: tuple should have at least 2 items"),
         (["nowhere.yaml"], "no such config file"),
         (["quickstart.yaml --flush"], "did you mean --flash"),
+        (["RANKS=two quickstart.yaml"], "RANKS is a number of ranks, such as 2, not 'two'"),
     ],
 )
 def test_what_cannot_be_compared_is_one_error_line(sides, message):

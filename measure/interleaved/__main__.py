@@ -4,6 +4,7 @@ python -m measure.interleaved speedup9.yaml speedup10.yaml
 python -m measure.interleaved speedup10.yaml "speedup10.yaml --no-flash"
 python -m measure.interleaved quickstart.yaml "OMP_NUM_THREADS=1 quickstart.yaml"  other environment
 python -m measure.interleaved a.yaml "PYTHONPATH=../other a.yaml"   another copy of this code
+python -m measure.interleaved a.yaml "RANKS=2 a.yaml"              several ranks, by torchrun
 python -m measure.interleaved a.yaml b.yaml -- --batch_size 2  options after -- go to all of them
 
 Each side is a process of its own, which sleeps while another one trains. A machine that becomes
@@ -37,7 +38,9 @@ class InterleavedOptions(RoundsOptions):
     """the sides"""
 
     sides: tuple[str, ...] = Field(min_length=2)
-    """configs; quote one together with options after it, and environment variables before it"""
+    """configs; quote one together with options after it, environment variables and RANKS=N
+    before it
+    """
     output: str | None = None
     """JSON file for the steps of every side, written after each round"""
 
@@ -45,7 +48,8 @@ class InterleavedOptions(RoundsOptions):
 def parse_side(text: str, of_all: Sequence[str]) -> Side:
     """Make the side of `[NAME=VALUE ...] CONFIG [options]`: environment and options of train.py.
 
-    Raises UserError for a mistake in it, before anything starts.
+    With `RANKS=N` among the variables, torchrun starts the side on N ranks. Raises UserError for a
+    mistake in it, before anything starts.
     """
     try:
         words = shlex.split(text) or [""]
@@ -54,9 +58,12 @@ def parse_side(text: str, of_all: Sequence[str]) -> Side:
     environment = {}
     while len(words) > 1 and re.match(r"[A-Z]\w*=", words[0]):
         name, _, environment[name] = words.pop(0).partition("=")
+    ranks = environment.pop("RANKS", "1")
+    if not re.fullmatch(r"[1-9]\d{0,4}", ranks):
+        raise UserError(f"{text}: RANKS is a number of ranks, such as 2, not {ranks!r}")
     arguments = [f"--config={words[0]}", *of_all, *words[1:]]
     parse(Config, arguments, config_file=True)
-    return training_side(text, arguments, environment)
+    return training_side(text, arguments, environment, int(ranks))
 
 
 def print_comparison(found: Comparison, about: str = "") -> None:

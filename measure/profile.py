@@ -1,0 +1,235 @@
+"""Profile a model on random tokens: times of passes, parts and operators of a training step."""
+
+import dataclasses
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from config import Config, ModelConfig, SpeedConfig
+from measure.interleaved.side import without_end
+from measure.report.report import Row
+from measure.report.tables import markdown_table
+from model import GPT, Block
+from runtime.device import (
+    choose_device,
+    device_name,
+    has_bf16,
+    matmul_tflops,
+    peak_memory_mb,
+    synchronize,
+    timed,
+)
+from runtime.start import retain_freed_memory
+from runtime.world import World
+from summary import mfu
+from train import Run, setup, train_step
+
+# Share of a training step's FLOPs: the backward pass has two matmuls for each of the forward pass.
+FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
+
+
+def set_up(config: Config) -> Run:
+    """Set a run up on this process alone, on one batch of random tokens.
+
+    On a GPU without bf16, fp16 replaces it. Only notes on options are kept. Raises UserError for
+    options that this device lacks.
+    """
+    device, notes = choose_device(config.device), list[str]()
+    if device.type == "cpu" and config.retain_memory:
+        retain_freed_memory()
+    config = without_end(config)
+    if config.bf16 and not has_bf16(device):
+        config = config.with_options(bf16=False, fp16=True)
+        name = device_name(device)
+        notes.append(f"note: {name} has no bfloat16: mixed precision is float16 here")
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (2, config.batch_size, config.seq_len)
+    x, y = torch.randint(config.n_vocab, shape, generator=generator).to(device)  # (B, T) each
+    run = setup(config, World(device), batches=itertools.repeat((x, y)))
+    notes += [note for note in run.notes if note.startswith("note: ")]
+    run.notes = notes + [f"note: {n}" for n in config.notes() if n.startswith("compile_mode")]
+    return run
+
+
+# ---- times of passes
+
+
+def passes(run: Run, computation: str) -> Callable[[], Callable[[], object]]:
+    """Return a function that prepares a pass, which is not timed, and returns the pass."""
+
+    def forward() -> Tensor:
+        x, y = next(run.batches)
+        with run.autocast():
+            return run.model(x, y)
+
+    def prepare() -> Callable[[], object]:
+        run.state.model.zero_grad(set_to_none=True)
+        if computation == "backward":
+            return forward().backward
+        return {
+            "forward": forward,
+            "forward_backward": lambda: forward().backward(),
+            "training_step": lambda: train_step(run, 1),
+        }[computation]
+
+    return prepare
+
+
+def time_passes(
+    config: Config, computation: str, warmup_steps: Sequence[int], steps: int
+) -> list[Row]:
+    """Time passes of a model; returns a row for each number of warm-up passes.
+
+    All rows come from the same passes: with w passes of warm-up, the first w are left out and the
+    next `steps` count. So rows differ in the passes that count, not in the noise between two
+    measurements. Raises UserError for options that this device lacks.
+    """
+    run = set_up(config)
+    device = run.world.device
+    prepare = passes(run, computation)
+    seconds = [timed(prepare(), device) for _ in range(max(warmup_steps) + steps)]
+    peak = peak_memory_mb(device)  # before the matmul adds to it
+    tokens = config.batch_size * config.seq_len
+    flops = run.state.model.flops_per_token(config.seq_len) * tokens
+    tflop = flops * FLOPS_SHARE[computation] / 1e12
+    rate = matmul_tflops(device, run.config.matmul_dtype)
+    options = {*ModelConfig.model_fields, *SpeedConfig.model_fields, "batch_size", "seq_len"}
+    about = {
+        "peak_memory_mb": peak,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "notes": "; ".join(run.notes),
+        **run.config.model_dump(mode="json", include=options),
+    }
+    return [
+        {"warmup_steps": w} | figures(seconds[w : w + steps], tokens, tflop, rate) | about
+        for w in warmup_steps
+    ]
+
+
+def figures(seconds: list[float], tokens: int, tflop: float, rate: float | None) -> Row:
+    """Return the figures of passes. `tokens`, `tflop`: of each pass; `rate`: a large matmul's."""
+    mean = statistics.fmean(seconds)
+    # a matmul slower than some pass was timed in a busy moment
+    rate = rate if mfu(tflop / min(seconds), rate) else None
+    return {
+        "times_s": seconds,
+        "mean_s": mean,
+        "median_s": statistics.median(seconds),
+        "std_s": statistics.pstdev(seconds),  # the published profile has it too
+        "min_s": min(seconds),
+        "max_s": max(seconds),
+        "total_s": sum(seconds),
+        "steps": len(seconds),
+        "tokens_per_sec": tokens / mean,
+        "tflops": tflop / mean,
+        "matmul_tflops": rate,
+        "utilization": mfu(tflop / mean, rate),
+    }
+
+
+# ---- the parts of a step
+
+OF_BACKWARD = "  of which "  # begins the names of the parts of the backward pass
+
+
+def mark_parts(model: GPT, mark: Callable[[str], None]) -> None:
+    """Call `mark` at the end of each part of the model's forward and backward passes.
+
+    The residual stream runs through all parts: a part's forward ends when its result is added to
+    the stream, its backward when the gradient reaches the stream before it. So attention and MLP
+    include the norm before them and the sum after them.
+    """
+
+    def ends(part: str) -> Callable[..., None]:
+        return lambda *_: mark(part)
+
+    def backward_ends(part: str) -> Callable[..., None]:
+        def watch(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+            inputs[0].register_hook(ends(OF_BACKWARD + part))
+
+        return watch
+
+    parts = model.transformer
+    parts.h[0].register_forward_pre_hook(ends("embedding"))
+    parts.ln_f.register_forward_pre_hook(backward_ends("head and loss"))
+    model.register_forward_hook(ends("head and loss"))
+    for block in parts.h:
+        assert isinstance(block, Block)
+        block.register_forward_pre_hook(backward_ends("attention"))
+        block.ln_2.register_forward_pre_hook(ends("attention"))
+        block.ln_2.register_forward_pre_hook(backward_ends("MLP"))
+        block.register_forward_hook(ends("MLP"))
+    for part in parts.children():
+        if isinstance(part, torch.nn.Embedding):
+            part.weight.register_post_accumulate_grad_hook(ends(OF_BACKWARD + "embedding"))
+
+
+def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
+    """Time the parts of a step of the uncompiled model: medians over `steps`, after one more step.
+
+    Returns each part's name, milliseconds and share. The part `backward` is the whole backward
+    pass; the parts after it are its own. The model keeps the hooks that time them.
+    """
+    # seconds by part, in the order of their first marks
+    of_steps = list[defaultdict[str, float]]()
+    last = perf_counter()
+
+    def mark(part: str) -> None:
+        """Count the time since the last mark as the part's; waits for the device."""
+        nonlocal last
+        synchronize(run.world.device)
+        before, last = last, perf_counter()
+        of_steps[-1][part] += last - before
+
+    plain = dataclasses.replace(run, model=run.state.model)
+    mark_parts(run.state.model, mark)
+    for _ in range(1 + steps):
+        of_steps.append(defaultdict(float))
+        train_step(plain, 1)
+        mark("optimizer")
+    names = list(of_steps[-1])
+    ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
+    total = sum(ms.values())
+    of_backward = [name for name in names if name.startswith(OF_BACKWARD)]
+    ms["backward"] = sum(ms[name] for name in of_backward)
+    names.insert(names.index(of_backward[0]), "backward")
+    return [(name, ms[name], ms[name] / total) for name in names]
+
+
+def trace(run: Run, path: Path) -> str:
+    """Write a Chrome trace of a step, after two of warm-up; returns a table of its operators."""
+    for _ in range(2):
+        train_step(run, 1)
+    with torch.profiler.profile() as profile:
+        train_step(run, 1)
+        synchronize(run.world.device)
+    profile.export_chrome_trace(str(path))
+    device = "cuda" if run.world.device.type == "cuda" else "cpu"
+    return profile.key_averages().table(f"self_{device}_time_total", row_limit=20, time_unit="ms")
+
+
+def inspect_step(config: Config, steps: int, trace_file: Path | None) -> str:
+    """Break a training step down, with medians over `steps` unless that is 0, and trace one if
+    there is a `trace_file`. Returns notes and tables in Markdown.
+
+    Raises UserError for options that this device lacks.
+    """
+    if not trace_file:  # the breakdown needs no compiled model
+        config = config.with_options(compile=False)
+    run = set_up(config)
+    lines = [*run.notes, f"{device_name(run.world.device)}, {torch.get_num_threads()} threads", ""]
+    if trace_file:
+        lines += ["```", trace(run, trace_file), "```", ""]
+    if steps:  # last, as its hooks stay
+        lines += [f"Medians of {steps} steps of the uncompiled model.", ""]
+        parts = break_down(run, steps)
+        cells = [[name, f"{ms:.1f}", f"{share:.1%}"] for name, ms, share in parts]
+        lines += [markdown_table(["part", "ms", "share"], cells), ""]
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""Profiles: times of passes, breakdown of a step, scaling over ranks."""
