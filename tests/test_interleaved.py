@@ -288,11 +288,18 @@ def test_a_side_that_fails_gives_its_reason(config):
     assert "Traceback" not in ran.stderr
 
 
-def test_variables_before_a_config_are_its_environment():
-    texts = ("quickstart.yaml", "A_B=1 C= quickstart.yaml --no-flash")
-    here, other = (parse_side(text, ["--lr", "1e-4"]) for text in texts)
-    assert other.environment == here.environment | {"A_B": "1", "C": ""}
+def test_a_side_is_a_config_or_a_module_after_its_environment_with_its_own_options_last():
+    texts = (
+        "quickstart.yaml",
+        "A_B=1 C= quickstart.yaml --no-flash",
+        "A_B=1 C= -m measure.peer transformers --config a.yaml",
+    )
+    here, other, program = (parse_side(text, ["--lr", "1e-4"]) for text in texts)
+    assert other.environment == program.environment == here.environment | {"A_B": "1", "C": ""}
     assert other.command[3:] == ["--config=quickstart.yaml", "--lr", "1e-4", "--no-flash"]
+    assert program.command[1:] == shlex.split(
+        "-m measure.peer transformers --lr 1e-4 --config a.yaml"
+    )
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -12,8 +12,7 @@ import pytest
 from config import load_config
 from measure.ladder.explain import card_of, code_of, explained
 from measure.ladder.report import FIGURES
-from measure.peers.__main__ import FIGURES as PEERS
-from measure.report.report import curve_of, write_report
+from measure.report.report import Figure, curve_of, write_report
 from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import Estimate, project_files
@@ -21,6 +20,8 @@ from tests.conftest import ROOT
 from tests.test_ladder import EPYC, RESULTS, climb, table
 
 SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]
+# the figures of a report without a ladder
+SIDES = [Figure("side", "side"), Figure("ours_over", "ours over it", "", "speed", bar=True)]
 WEB = ROOT / "measure/report/web"
 VISIBLE = "parts => parts.filter(part => part.checkVisibility({visibilityProperty: true})).length"
 CHROMIUM = next(
@@ -98,7 +99,7 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
 def test_reports_without_a_ladder_have_the_view_too(tmp_path):
     factor = Estimate(0.5, 0.4, 0.6)
     rows = [{"side": "ours", "ours_over": Estimate(1.0)}, {"side": "a peer's", "ours_over": factor}]
-    write_report(tmp_path, "Beside peers", PEERS, rows)
+    write_report(tmp_path, "Beside peers", SIDES, rows)
     page = (tmp_path / "report.html").read_text()
     assert 'data-figure="ours_over" data-value="0.5" data-low="0.4" data-high="0.6"' in page
     places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
@@ -285,7 +286,7 @@ def test_the_view_fits_a_screen_and_leads_to_the_cards_and_paper_shows_what_it_f
 
 def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
     curves = [curve_of("NaN, [Infinity]", {1: 5.0, 2: math.nan, 3: math.inf}, 7, {})]
-    write_report(tmp_path, "Curves", PEERS, [{"side": "any"}], curves=curves)
+    write_report(tmp_path, "Curves", SIDES, [{"side": "any"}], curves=curves)
     tab.goto((tmp_path / "report.html").as_uri())
     assert tab.locator("#chart canvas").count() == 1
     assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]

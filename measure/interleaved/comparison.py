@@ -32,7 +32,6 @@ class Turn(BaseModel):
     tokens: int = 0
     asleep: bool = True
     loss: float | None = None
-    likeliest: list[int] = []  # tokens, of a side that generates text
     peak_memory_mb: float = 0.0
     threads: int = 1
     device: str | None = None

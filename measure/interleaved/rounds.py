@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from measure.interleaved.comparison import Comparison, MeasuredSide, Turn
 from measure.interleaved.process import start_process
 from measure.interleaved.ratio import FEWEST
-from runtime.cli import Options
 from runtime.errors import TrainingError, why_it_failed
 from runtime.files import write_json
 from runtime.report import ROOT, git_commit, machine
@@ -166,7 +163,10 @@ def training_side(
     ranks: int = 1,
     module: str = "measure.interleaved.side",
 ) -> Side:
-    """Make a side that trains with these arguments of train.py, on several ranks by torchrun."""
+    """Make a side that trains with these arguments of train.py, on several ranks by torchrun.
+
+    `module`: its program, which answers like side.py.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # PYTHONSAFEPATH: without it, a copy in the working directory would come first
     paths = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
@@ -185,12 +185,10 @@ def run_rounds(
     width: float = WIDTH,
     *,
     results: str | Path | None = None,
-    check: Callable[[Side], None] = lambda _: None,
 ) -> Comparison:
     """Start the sides, interleave them, and return the figures of each in each round.
 
-    `results`: a JSON file to write after each round. `check`: called with every side after its
-    first steps. Raises SideError.
+    `results`: a JSON file to write after each round. Raises SideError.
     """
     about: Any = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
     about |= {"left_out": LEFT_OUT, "rounds_of_a_process": ROUNDS_OF_A_PROCESS}
@@ -202,7 +200,6 @@ def run_rounds(
             for side in sides:  # the first steps alone, since the compiler times kernels
                 with seconds_shown(f"{side.name} starts", USUAL_START):
                     side.train()
-                check(side)
             for _ in interleave([side.train for side in sides], block, sides[0].warm_up):
                 measured = [side.measured() for side in sides]
                 device = measured[0].turns[0].device
@@ -225,16 +222,7 @@ def describe_round(found: Comparison, rounds: int) -> str:
     return line
 
 
-# ---- options of commands that interleave
-
-
-class RoundsOptions(Options):
-    """how long"""
-
-    rounds: int = Field(ROUNDS, ge=FEWEST)
-    """rounds at most"""
-    width: float = Field(WIDTH, ge=0, le=1)
-    """stop once every interval is narrower than this share of its median"""
+# ---- command lines
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ takes as long as the slowest of three: its arithmetic, its memory traffic, and i
 roofline model, Williams et al. 2009). docs/why.md does it by hand for one rung.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ class Operation:
     dtype: str  # its first floating-point input's
     reads: Bytes
     writes: Bytes
-    call: functools.partial[Any] | None = None  # with its arguments
 
     @property
     def bytes(self) -> int:
@@ -80,8 +78,7 @@ class Counter(TorchDispatchMode):
             # ATen copies the tensor, then fills the copy: native/TensorAdvancedIndexing.cpp.
             self.operations.append(Operation("clone", 0.0, dtype, bytes_of(args[0]), outputs))
             name, inputs = "masked_fill_", bytes_of(args[1]) | outputs
-        call = functools.partial(func, *args, **kwargs)
-        self.operations.append(Operation(name, flops, dtype, inputs, outputs, call))
+        self.operations.append(Operation(name, flops, dtype, inputs, outputs))
         return result
 
 
