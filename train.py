@@ -47,7 +47,7 @@ from runtime.device import (
 from runtime.errors import TrainingError, reported
 from runtime.runlog import RunFolder
 from runtime.signals import StopRequest, end_unfinished
-from runtime.start import trim_memory
+from runtime.start import return_freed_memory
 from runtime.world import World, joined_world, no_sync
 from summary import announce_long_run, describe_options, live_figures, summarize
 
@@ -224,7 +224,8 @@ def train_step(run: Run, step: int) -> Figures:
 def take_step(run: Run, stop: StopRequest | None = None) -> None:
     """Take the next step without waiting for a GPU: `State.settle` reads its figures later."""
     config, state, device = run.config, run.state, run.world.device
-    trim_memory(device.type, len(state.step_seconds))
+    if device.type == "cpu" and len(state.step_seconds) == 1:
+        return_freed_memory()  # once, after the first step of this process
     step = state.step + 1
     lr = learning_rate(step, config, state.seconds)
     start = mark_time(device)

@@ -17,7 +17,6 @@ from data.hellaswag import ENDINGS, Line, Row, read_items, rows_of
 from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
-from runtime.start import trim_memory
 from runtime.world import World
 
 METRICS = {
@@ -54,7 +53,6 @@ def ending_losses(model: GPT, rows: Iterable[Row], tokens_at_once: int, world: W
     losses: Losses = {}
     with evaluating(model):
         for batch in with_progress(batches, "HellaSwag", world):
-            trim_memory(world.device.type)
             tokens, scored = (t.to(world.device) for t in padded(batch))
             # Only the endings need logits: without the contexts' logits, a third less work.
             logits = model(tokens[:, :-1], where=scored[:, 1:])  # (tokens scored, V)

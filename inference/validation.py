@@ -17,7 +17,6 @@ from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import TokenStream
 from model import GPT
 from runtime.errors import TrainingError, UserError
-from runtime.start import trim_memory
 from runtime.world import World
 
 T = TypeVar("T")
@@ -87,7 +86,6 @@ def validation_loss(
         compiled = None
     with evaluating(model, "force_eager" if compiled is None else "default"):
         for first in with_progress(range(0, sequences, at_once), "validation loss", world):
-            trim_memory(world.device.type)
             batch = range(sequences)[first : first + at_once][world.rank :: world.world_size]
             # FSDP needs every rank in every forward pass: a rank without sequences runs one that
             # does not count.

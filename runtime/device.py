@@ -1,14 +1,17 @@
 """The device of a run: its choice, its capabilities, its speed, and waiting for it."""
 
+import contextlib
 import functools
 import inspect
 import math
+import os
 import re
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import UserError
 from runtime.launch import launch
-from runtime.start import has_nvidia_gpu, resident_memory
+from runtime.start import has_nvidia_gpu
 
 PINNED_TORCH = "2.13.0"  # the version in requirements.txt, which the tests run with
 NOTED_SLOWDOWN = 1.5  # bf16 over fp32 time; less may be noise
@@ -275,8 +278,12 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def memory_before_mb(device: torch.device) -> float:
-    """Return the baseline of `peak_memory_mb` before the model exists; 0 except on a CPU."""
-    return resident_memory() / 2**20 if device.type == "cpu" else 0.0
+    """Return the baseline of `peak_memory_mb` before the model exists; 0 except on a Linux CPU."""
+    if device.type == "cpu":
+        with contextlib.suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return 0.0
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """Describe this machine, its code, durations and figures with intervals. Does not import torch."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -28,6 +29,14 @@ def machine() -> str:
 def physical_memory() -> int:
     """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Return the available memory in bytes, or all memory if the system does not report it."""
+    with contextlib.suppress(OSError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        return 1024 * int(re.findall(r"^MemAvailable:\s*(\d+)", text, re.MULTILINE)[0])
+    return physical_memory()
 
 
 def _git(*command: str) -> str | None:

@@ -3,10 +3,8 @@
 It reads the options, and sets this rank's share of the cores and the memory allocator.
 """
 
-import contextlib
 import ctypes
 import io
-import math
 import os
 import re
 import sys
@@ -20,7 +18,7 @@ from runtime.launch import launch, threads_are_chosen
 from runtime.signals import exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 SMALL_CACHES = "glibc.malloc.tcache_count"
 
 
@@ -96,7 +94,6 @@ def retain_freed_memory() -> None:
 
     The activations and gradients of each step are large. By default glibc returns such buffers to
     the system, which zeroes them and faults them in again, page by page, in the next step.
-    check.py estimates the size of the gaps between retained buffers.
     """
     if libc := _glibc():
         libc.mallopt(M_MMAP_MAX, 0)  # large buffers come from the heap too
@@ -105,28 +102,12 @@ def retain_freed_memory() -> None:
         libc.mallopt(M_ARENA_MAX, 1)  # one heap for all threads, so that they share freed memory
 
 
-def trim_memory(device: str = "cpu", steps: int = 0) -> None:
-    """Return retained memory to the system after the first of the `steps` that this process has
-    taken; if memory is short, always, and stop retaining it.
-
-    The gaps that compilation and the first step leave fit no later buffer: speedup10, 4 x 1024,
-    peaks at 3,483 MB without them instead of 3,685. Memory is short if less is available than half
-    of the memory in use by this machine's ranks: retention may need that much more. Call this
-    between two steps. Runs on a GPU skip it, as a GPU has its own memory and would wait.
-    """
-    ranks = launch().local_world_size
-    if device == "cpu" and steps == 1:
-        return_freed_memory()
-    if device == "cpu" and (libc := _glibc()) and memory_left() < ranks * resident_memory() / 2:
-        libc.mallopt(M_MMAP_MAX, 2**16)  # glibc sets such values itself after some large buffers
-        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
-        libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
-        libc.mallopt(M_TOP_PAD, 128 * 2**10)
-        return_freed_memory()
-
-
 def return_freed_memory() -> None:
-    """Return the memory that glibc retains so far to the system."""
+    """Return the memory that glibc retains so far to the system.
+
+    A run does so once, after its first step: compilation and that step leave gaps that fit no later
+    buffer. speedup10, 4 x 1024, then peaks at 3,483 MB instead of 3,685.
+    """
     if libc := _glibc():
         libc.malloc_trim(0)
 
@@ -142,33 +123,3 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "malloc_trim") else None
-
-
-def memory_left() -> float:
-    """Return the available memory in bytes; infinity if the system does not report it.
-
-    It is the least of the machine's and of the limits of this process's cgroups (version 2).
-    """
-
-    def number(path: Path, name: str = "") -> int:
-        return int(re.findall(rf"^{name}\s*(\d+)", path.read_text(), re.MULTILINE)[0])
-
-    left = [math.inf]
-    with contextlib.suppress(OSError, IndexError):
-        left.append(number(Path("/proc/meminfo"), "MemAvailable:") * 1024)
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError):
-        group /= Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-    for place in (group, *group.parents):  # any of them may have a limit
-        with contextlib.suppress(OSError, IndexError):  # "max": no limit
-            used = number(place / "memory.current")
-            used -= number(place / "memory.stat", "inactive_file")  # files make room
-            left.append(number(place / "memory.max") - used)
-    return min(left)
-
-
-def resident_memory() -> int:
-    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -223,11 +223,11 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
 
 def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkeypatch):
     """Its losses are those of the run's own log, but for a learning rate next to 0."""
-    config = tiny_config(max_steps=4, lr=1e-6)
+    config = tiny_config(max_steps=5, lr=1e-6)
     train(config, ALONE)
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
     step = side_module.step_of(setup(side_module.without_end(tiny_config()), ALONE))
-    first = side_module.take_steps(step, 1, CPU)
+    first = side_module.take_steps(step, 2, CPU)
     # If two have no room together, freed memory is returned after each turn, and the step that gets
     # it again does not count.
     freed, marks = [], iter([0.0, 1.0, 3.0])
@@ -237,7 +237,7 @@ def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkey
         monkeypatch.setattr(module, name, lambda: freed.append(next(marks, "timed")))
     last = side_module.take_steps(step, 2, CPU)
     assert (last["seconds"], last["tokens"], freed) == ([1, 2], 2 * 4 * 32, ["timed", "timed"])
-    losses = [rows[step]["loss"] for step in (1, 4)]
+    losses = [rows[step]["loss"] for step in (2, 5)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
 
 

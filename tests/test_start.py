@@ -1,6 +1,5 @@
 """Settings of a process before torch is imported."""
 
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import torch
 import runtime.device
 import runtime.start
 from runtime.device import choose_device, peak_memory_mb
-from runtime.start import cores, memory_left, set_up_process, share_cores
+from runtime.report import available_memory, physical_memory
+from runtime.start import cores, set_up_process, share_cores
 from tests.conftest import CPU, ROOT, refused, run_from_nothing
 from tests.fake_cuda import answering
 
@@ -108,41 +108,32 @@ def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
     assert {name: os.environ[name] for name in GROWS if name in os.environ} == found
 
 
-# MB that the process has gained after a step, once 64 buffers of 4 MB have been freed except the
-# newest
+# MB that the process has gained once 64 buffers of 4 MB have been freed except the newest
 FREED = """
-import sys
-import runtime.start as start
-start.set_up_process()
-left, *device = sys.argv[1].split()
-start.memory_left = lambda: start.resident_memory() * float(left)
-import ctypes
+import ctypes, os, sys
+from runtime.start import return_freed_memory, set_up_process
+set_up_process()
+def resident_mb():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
-before = start.resident_memory()
+before = resident_mb()
 buffers = [libc.malloc(4 * 2**20) for _ in range(64)]
 for buffer in buffers:
     ctypes.memset(buffer, 1, 4 * 2**20)
 for buffer in buffers[:-1]:
     libc.free(buffer)
-start.trim_memory(*device[:1], *map(int, device[1:]))
-print((start.resident_memory() - before) >> 20)
+if sys.argv[1] == "returned":
+    return_freed_memory()
+print(resident_mb() - before)
 """
 
 
-@pytest.mark.parametrize(
-    ("left", "kept"),
-    [
-        ("0.6 cpu 2", range(200, 300)),
-        ("0.6 cpu 1", range(20)),
-        ("0.4", range(20)),
-        ("0.4 cuda 1", range(200, 300)),
-    ],
-    ids=["enough left", "after the first step", "little left", "a GPU computes"],
-)
-def test_what_is_kept_is_given_back_after_the_first_step_and_where_memory_is_short(left, kept):
-    assert printed_by(FREED, left) in kept
+def test_freed_memory_is_retained_until_it_is_returned():
+    assert printed_by(FREED, "retained") in range(200, 300)
+    assert printed_by(FREED, "returned") < 20
 
 
 @pytest.fixture
@@ -159,20 +150,10 @@ def files(monkeypatch):
     return texts
 
 
-def test_the_memory_that_is_left_is_the_machines_or_the_containers(files):
-    assert memory_left() == math.inf, "a system that does not tell"
+def test_available_memory_is_the_systems_figure_else_all_memory(files):
+    assert available_memory() == physical_memory()
     files["/proc/meminfo"] = "MemFree:        1000 kB\nMemAvailable:   3000 kB\n"
-    assert memory_left() == 3000 * 1024
-    files["/proc/self/cgroup"] = "1:cpu:/\n0::/job/step\n"  # a group without files here
-    files["/sys/fs/cgroup/memory.stat"] = "anon 5\ninactive_file 1000000\n"
-    files["/sys/fs/cgroup/memory.current"] = "3000000\n"
-    for limit, left in (("max", 3000 * 1024), ("9000000", 3000 * 1024), ("4000000", 2_000_000)):
-        files["/sys/fs/cgroup/memory.max"] = f"{limit}\n"
-        assert memory_left() == left
-    files["/sys/fs/cgroup/job/memory.stat"] = "inactive_file 0\n"
-    files["/sys/fs/cgroup/job/memory.current"] = "1000\n"
-    files["/sys/fs/cgroup/job/memory.max"] = "5000\n"
-    assert memory_left() == 4000, "the smallest limit counts"
+    assert available_memory() == 3000 * 1024
 
 
 # ---- the device

@@ -49,7 +49,7 @@ from tests.conftest import (
     folder_of,
     run_ranks,
 )
-from train import setup, train, train_step
+from train import setup, take_step, train, train_step
 
 
 def run(config, **options):
@@ -242,6 +242,16 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
     assert printed.count("compiling takes a minute") == 1
     assert printed.count("sample after step") == 3
     assert len(rows(config, "eval.csv")) == 6
+
+
+def test_freed_memory_is_returned_once_after_a_processs_first_step(tiny_config, monkeypatch):
+    returned, calls = Mock(), []
+    monkeypatch.setattr(train_module, "return_freed_memory", returned)
+    taken = setup(tiny_config(), ALONE)
+    for _ in range(3):
+        take_step(taken)
+        calls.append(returned.call_count)
+    assert calls == [0, 1, 1]
 
 
 def test_the_mode_reaches_torch_compile(tiny_config, monkeypatch):

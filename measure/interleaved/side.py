@@ -27,7 +27,7 @@ import torch.distributed as dist
 from runtime.clock import mark_time, seconds_between
 from runtime.device import choose_device, device_name, peak_memory_mb
 from runtime.errors import reported
-from runtime.start import return_freed_memory, trim_memory
+from runtime.start import return_freed_memory
 from runtime.world import World, joined_world
 from train import Run, setup, train_step
 
@@ -78,7 +78,6 @@ def serve(answers: TextIO, step: Step, world: World) -> None:
 
 def take_steps(step: Step, count: int, device: torch.device) -> dict[str, Any]:
     """Take steps, timed by the clock of a run; returns the figures to answer with."""
-    trim_memory(device.type)
     if FREES_CACHE:
         step()
     taken, marks = list[dict[str, Any]](), [mark_time(device)]
@@ -117,11 +116,12 @@ def falls_asleep() -> bool:
 def step_of(run: Run) -> Step:
     """Return a function that takes the next step of a run."""
     tokens, steps = run.config.tokens_per_step(run.world.world_size), itertools.count()
+    on_cpu = run.world.device.type == "cpu"
 
     def take_step() -> dict[str, Any]:
         taken = next(steps)
-        if taken == 1:  # as train.py does; whether memory is short is asked once a turn, untimed
-            trim_memory(run.world.device.type, taken)
+        if on_cpu and taken == 1:  # as train.py does
+            return_freed_memory()
         return {"tokens": tokens, "loss": train_step(run, taken + 1).loss}
 
     return take_step

@@ -14,8 +14,8 @@ from runtime.device import (
     timed,
     usable_precision,
 )
-from runtime.report import physical_memory
-from runtime.start import memory_left, retain_freed_memory
+from runtime.report import available_memory
+from runtime.start import retain_freed_memory
 
 
 def copy_rate(device: torch.device) -> float | None:
@@ -42,7 +42,7 @@ def measure(name: str) -> Device:
     """Measure a device: auto, cuda, mps or cpu. If it is busy, its rates are missing."""
     device = choose_device(name)
     retain_freed_memory()  # runs do so too
-    on_gpu, memory = device.type == "cuda", min(physical_memory(), memory_left())
+    on_gpu, memory = device.type == "cuda", available_memory()
     if on_gpu:
         memory, _ = torch.cuda.mem_get_info(device)
     return Device(

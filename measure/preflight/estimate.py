@@ -30,8 +30,7 @@ from runtime.device import choose_device, device_name, matmul_tflops
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import launch
-from runtime.report import UNKNOWN, about, flops_rate
-from runtime.start import memory_left
+from runtime.report import UNKNOWN, about, available_memory, flops_rate
 from runtime.world import World
 from train import Batches, Run, setup, train_step
 
@@ -238,7 +237,7 @@ def print_memory(config: Config, world: World, moments: Moments) -> None:
     tensors = moments[worst].total()
     peak = peak_bytes(moments, device)
     each = f"of each of {ranks} ranks" if ranks > 1 else "of the process"
-    beside, left = "the workspace of matmuls", memory_left() / launch().local_world_size
+    beside, left = "the workspace of matmuls", available_memory() / launch().local_world_size
     if device.type == "cpu":
         beside = "loaded code, and gaps between buffers, which the allocator keeps"
     elif device.type == "cuda":
