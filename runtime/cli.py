@@ -104,7 +104,8 @@ def parse(
     unconverted, in `model_extra`. Raises ConfigError with one line for each mistake, and SystemExit
     after `--help` and `--print_config`.
     """
-    usage = ["%(prog)s", positional, "[--config FILE]" * config_file, "[--option VALUE ...]"]
+    of_file = "[--config FILE]" if config_file else ""
+    usage = ["%(prog)s", positional, of_file, "[--option VALUE ...]"]
     parser = _Parser(
         usage=" ".join(filter(None, usage)),
         description=sys.modules["__main__"].__doc__,
@@ -119,12 +120,7 @@ def parse(
         n: f"unknown option; here it is --{text}" for n, text in options.other_names().items()
     }
     advice |= {**elsewhere, **dict.fromkeys(positionals, "is given without a flag, see --help")}
-    # A value after an unknown flag belongs to that flag and is no second mistake.
-    mistakes = [
-        _unknown_argument(argument, names, advice)
-        for argument, before in zip(unknown, ["", *unknown], strict=False)
-        if argument.startswith("--") or not before.startswith("--")
-    ]
+    mistakes = _unknown_arguments(unknown, names, advice)
     flags = vars(known)
     for name, value in flags.items():
         if isinstance(value, list) and name not in positionals:  # commas are as good as spaces
@@ -345,14 +341,26 @@ def _add_argument(
     return group.add_argument(f"--{name}", **given).option_strings
 
 
-def _unknown_argument(argument: str, names: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    if not argument.startswith("--"):
-        return (
-            f"{argument}: not understood; options are written --name VALUE, "
-            f"yes/no options --name or --no-name"
-            f"{', a YAML file of options --config FILE' * ('--config' in names)}"
-        )
-    flag = argument.partition("=")[0]
+def _unknown_arguments(
+    unknown: Sequence[str], names: Sequence[str], elsewhere: Mapping[str, str]
+) -> list[str]:
+    """Return a message for each mistake. A value after an unknown flag belongs to that flag."""
+    mistakes, after_flag = list[str](), False
+    for argument in unknown:
+        is_flag = argument.startswith("--")
+        if is_flag:
+            mistakes.append(_unknown_flag(argument.partition("=")[0], names, elsewhere))
+        elif not after_flag:
+            of_file = ", a YAML file of options --config FILE" if "--config" in names else ""
+            mistakes.append(
+                f"{argument}: not understood; options are written --name VALUE, "
+                f"yes/no options --name or --no-name{of_file}"
+            )
+        after_flag = is_flag
+    return mistakes
+
+
+def _unknown_flag(flag: str, names: Sequence[str], elsewhere: Mapping[str, str]) -> str:
     if message := elsewhere.get(flag.removeprefix("--").removeprefix("no-")):
         return f"{flag}: {message}"
     return f"{flag}: unknown option{did_you_mean(flag, names) or '; --help lists them all'}"

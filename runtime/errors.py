@@ -143,7 +143,8 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
     if errors := [line for line in lines if line.startswith("error: ")]:
         return errors[-1].removeprefix("error: ")
     if status < 0:
-        why = ", as the system does when memory runs out" * (status == -signal.SIGKILL)
+        of_memory = status == -signal.SIGKILL
+        why = ", as the system does when memory runs out" if of_memory else ""
         return f"killed by signal {-status}{why}"
     return (lines or [f"exit status {status}"])[-1]
 

@@ -178,4 +178,5 @@ class Estimate:
             return str(self)
         low, high = self.ends
         half = "" if self.low is None else f" +- {high - self.value:{style}}"
-        return f"{self.value:{style}}{half}{' (within noise)' * (low <= 0 <= high)}"
+        noise = " (within noise)" if low <= 0 <= high else ""
+        return f"{self.value:{style}}{half}{noise}"

@@ -107,7 +107,9 @@ class World:
         """
         values = self.gather(value)
         ranks = [str(rank) for rank, other in enumerate(values) if other != values[0]]
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
+        if not ranks:
+            return ""
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
 
     def all_reduce_metrics(self, *metrics_here: Tensor) -> Tensor:
         """Return the means of metrics () over all ranks, (metrics,), on the device."""
