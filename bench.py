@@ -8,12 +8,13 @@ python bench.py --config speedup7.yaml --breakdown      the parts of its trainin
 python bench.py --config speedup7.yaml --trace          the operators of its training step
 """
 
-from typing import Literal, Self
+from collections.abc import Collection, Iterator
+from typing import Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict
 
 from config import GRAPHS_RECORDED, Config, Count, RunConfig, ZeroIsOff, load_config
-from runtime.cli import ContradictionError, Name, Options
+from runtime.cli import Name, Options
 from runtime.start import start
 
 Size = Literal["small", "medium", "large", "xl"]  # configs/timeit/ has these
@@ -52,13 +53,11 @@ class BenchOptions(Options):
     log_dir: Name = "logs"
     """results go to bench/<time>/ in this folder"""
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
+    def mistakes(self, given: Collection[str], world_size: int) -> Iterator[tuple[str, str]]:
+        """Yield the options that have no effect in this benchmark."""
         without_effect = WITHOUT_EFFECT | ({"size"} if self.config else set())
-        if given := sorted(without_effect & self.model_fields_set):
-            text = "has no effect in this benchmark; leave it out"
-            raise ContradictionError(*((name, f"{name} {text}") for name in given))
-        return self
+        for name in sorted(without_effect & self.model_fields_set):
+            yield name, f"{name} has no effect in this benchmark; leave it out"
 
 
 if __name__ == "__main__":

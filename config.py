@@ -8,14 +8,14 @@ so `--help` and errors appear at once.
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field
 
-from runtime.cli import ContradictionError, Device, Name, Options, ZeroIsOff, load, show, to_yaml
+from runtime.cli import Device, Name, Options, ZeroIsOff, load, show, to_yaml
 
 GPT2_TOKENS = 50257  # size of GPT-2's byte-pair vocabulary: 256 bytes, 50,000 merges, <|endoftext|>
 
@@ -343,25 +343,17 @@ OTHER_NAMES = {
 
 
 class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig):
-    """All options of a training run. Bad values raise pydantic's ValidationError."""
+    """All options of a training run. Bad values raise pydantic's ValidationError, and `load_config`
+    refuses options that exclude each other.
+    """
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _check_combinations(
-        cls, values: dict[str, Any], validate: Callable[[Any], Self], info: ValidationInfo
-    ) -> Self:
-        context, is_named = info.context or {}, values.get("run_name") is not None
-        if not is_named:
-            values = values | {"run_name": context.get("config") or "train"}
-        config = validate(values)
-        problems = list(config._wrong_names(is_named))
+    def mistakes(self, given: Collection[str], world_size: int) -> Iterator[tuple[str, str]]:
+        """Yield wrong names and options that exclude each other, as `Options.mistakes` says."""
+        yield from self._wrong_names("run_name" in given)
         # With `resume`, all other options are the checkpoint's: checkpoint/resume.py merges the
         # two and validates the result.
-        if config.resume is None:
-            problems += config._contradictions(context.get("world_size", 1))
-        if problems:
-            raise ContradictionError(*problems)
-        return config
+        if self.resume is None:
+            yield from self._contradictions(world_size)
 
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
         """Yield mistakes in the run's name: the option to blame, and a message."""

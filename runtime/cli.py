@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args, get_origin
@@ -36,13 +36,6 @@ class ConfigError(UserError):
     """Mistakes in the options, one line each."""
 
 
-class ContradictionError(ValueError):
-    """Options that exclude each other. Its arguments are pairs: the option to blame, a message.
-
-    Validators raise it; `load` makes it a ConfigError.
-    """
-
-
 class Options(BaseModel):
     """Base of every section of options. A field's docstring is its help.
 
@@ -58,6 +51,13 @@ class Options(BaseModel):
         protected_namespaces=(),
         str_min_length=0,  # pydantic then checks every text, and refuses one that is not Unicode
     )
+
+    def mistakes(self, given: Collection[str], world_size: int) -> Iterable[tuple[str, str]]:
+        """Return mistakes that values have together: the option to blame, and a message for each.
+
+        `load` makes them a ConfigError. `given`: the options with a value from flags or files.
+        """
+        return ()
 
     def with_options(self, **changes: Any) -> Self:
         """Return these options with some changed. The new values are not validated."""
@@ -168,14 +168,17 @@ def _load(
             text = str(given[name]).lower()
             if text in ("none", "null", "~") or (text == "" and name not in values):
                 given[name] = None
-    context = {  # validators need these besides the values
-        "config": config and Path(config).stem,
-        "world_size": world_size or launch().world_size,
-    }
+    named = {name for name, value in given.items() if value is not None}
+    if "run_name" in options.model_fields and "run_name" not in named:
+        given["run_name"] = Path(config).stem if config else "train"  # as its help says
     try:
-        return options.model_validate(given, context=context), origin
+        loaded = options.model_validate(given)
     except ValidationError as error:
         raise ConfigError("\n".join(_error_lines(options, error, origin))) from None
+    mistakes = loaded.mistakes(named, world_size or launch().world_size)
+    if lines := [f"{origin[name]}: {text}" if name in origin else text for name, text in mistakes]:
+        raise ConfigError("\n".join(lines))
+    return loaded, origin
 
 
 def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
@@ -398,13 +401,6 @@ def _error_lines(
     """Return one line for each problem that pydantic found."""
     lines = []
     for problem in error.errors():
-        context = problem.get("ctx", {})
-        cause = context.get("error")
-        if isinstance(cause, ContradictionError):
-            lines += [
-                f"{origin[name]}: {text}" if name in origin else text for name, text in cause.args
-            ]
-            continue
         name = str(problem["loc"][0]) if problem["loc"] else "option names"
         if problem["type"] == "extra_forbidden":
             message = f"unknown option{did_you_mean(name, list(options.model_fields))}"
@@ -418,7 +414,7 @@ def _error_lines(
             if problem["type"] == "tuple_type":
                 message += f"; write it like {[*options.model_fields[name].default]}"
             if problem["type"] == "literal_error":
-                allowed = re.findall("'(.*?)'", context["expected"])
+                allowed = re.findall("'(.*?)'", problem["ctx"]["expected"])
                 message += did_you_mean(str(problem["input"]), allowed)
         lines.append(f"{origin.get(name, name)}: {message}")
     return lines

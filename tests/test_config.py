@@ -343,7 +343,7 @@ def test_a_file_here_goes_before_a_name_in_configs():
 
 
 def test_run_name_is_the_given_one_else_the_configs_stem_else_train():
-    assert load_config().run_name == Config(n_layer=1).run_name == "train"
+    assert load_config().run_name == load_config(n_layer=1).run_name == "train"
     assert loaded("lr: 1").run_name == "f"
     assert load_config(write("child.yaml", "base: f.yaml")).run_name == "child"
     named = write("named.yaml", "run_name: given")
