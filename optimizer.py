@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,23 @@ def rate_of(name: str, p: Tensor, config: Config) -> float:
     return rate or config.lr
 
 
+class Update(NamedTuple):
+    """A matrix of a parameter, and the momentum that updates it; rows <= columns."""
+
+    weights: Tensor  # (rows, columns), a view of the parameter
+    momentum: Tensor  # (rows, columns)
+    size: float  # the step along the direction
+
+
+def update_of(weights: Tensor, momentum: Tensor, lr: float) -> Update:
+    """Return a matrix's update; with more rows than columns, the transposed one."""
+    rows, columns = weights.shape
+    size = lr * max(1.0, rows / columns) ** 0.5
+    if rows > columns:  # the matmuls are smaller with fewer rows
+        weights, momentum = weights.T, momentum.T
+    return Update(weights, momentum, size)
+
+
 class Muon(torch.optim.Optimizer):
     """Update matrices by their orthogonalized momentum.
 
@@ -127,25 +144,25 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update every parameter; all must have a gradient."""
-        # weights, directions and sizes, grouped by shape
-        updates: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        by_shape = defaultdict[torch.Size, list[Update]](list)
         for group in self.param_groups:
             params, parts = group["params"], group["parts"]
-            momenta = self._momentum(params)
+            momenta = [part for whole in self._momentum(params) for part in whole.chunk(parts)]
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            for p, momentum in zip(params, momenta, strict=True):
-                for weights, part in zip(p.chunk(parts), momentum.chunk(parts), strict=True):
-                    rows, columns = weights.shape
-                    size = group["lr"] * max(1.0, rows / columns) ** 0.5
-                    if rows > columns:  # the matmuls are smaller with fewer rows
-                        weights, part = weights.T, part.T
-                    updates[weights.shape].append((weights, part, size))
-        gathered = [self._directions([part for _, part, _ in each]) for each in updates.values()]
-        for same_shape, (directions, work) in zip(updates.values(), gathered, strict=True):
+            matrices = [part for p in params for part in p.chunk(parts)]
+            for weights, momentum in zip(matrices, momenta, strict=True):
+                update = update_of(weights, momentum, group["lr"])
+                by_shape[update.weights.shape].append(update)
+        gathered = [
+            self._directions([update.momentum for update in updates])
+            for updates in by_shape.values()
+        ]
+        for updates, (directions, work) in zip(by_shape.values(), gathered, strict=True):
             if work:
                 work.wait()  # other ranks' directions arrive while the next ones are computed
-            for (weights, _, size), direction in zip(same_shape, directions, strict=False):
-                weights.sub_(direction, alpha=size)
+            # With several ranks, the directions end with padding.
+            for update, direction in zip(updates, directions[: len(updates)], strict=True):
+                update.weights.sub_(direction, alpha=update.size)
 
     def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
         """Orthogonalize matrices of one shape: returns (n, rows, columns), with several ranks more.
