@@ -219,12 +219,8 @@ def check_compiler(
         notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
     if effective_mode not in ("", mode):
         reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
-        if mode.startswith("max-autotune") and effective_mode == "default":
-            reason = (
-                "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise "
-                "(github.com/pytorch/pytorch/issues/189054); a smaller batch_size or more "
-                "loss_chunks avoid that"
-            )
+        if "max-autotune" in mode and effective_mode == "default":
+            reason = "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise"
         notes.append(f"compile_mode {mode} runs as {effective_mode}: {reason}")
     return notes
 
