@@ -62,7 +62,7 @@ class RunFolder:
         """
         self.path, self.rank, self._advice = path, rank, advice
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._trackers = Trackers(trackers if rank == 0 else (), self.message)
+        self._trackers = Trackers(trackers if rank == 0 else ())
         self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}
         self.last_row: Row | None = None  # of log.csv, that this process has logged
         self._resumed_after = 0
@@ -138,7 +138,6 @@ class RunFolder:
         `undo`: the run does not start, so revert `create`: an earlier run gets its name back.
         """
         with self._lock:
-            self._trackers.close(failed=True)  # unless `finish` has closed them
             with contextlib.suppress(OSError):  # a full disk was an error before
                 self._console.close()
             if undo:
@@ -155,7 +154,10 @@ class RunFolder:
                 message = foreseen(error, str(self.path.parent), self._advice) or error
                 for line in str(message).splitlines() or [type(error).__name__]:
                     self._write(f"error: {line}")  # the command prints it at its end
-        self.close(undo=is_stopped)
+        try:
+            self._trackers.close(failed=error is not None)
+        finally:
+            self.close(undo=is_stopped)
 
     # ---- writing, on all ranks
 
@@ -165,7 +167,7 @@ class RunFolder:
         """Open the trackers. `extra_metrics()` makes the function of figures for them alone."""
         if self._trackers.names:
             self._extra_metrics = extra_metrics()
-            self._trackers.open(self.path, self._resumed_after, config)
+            self._trackers.open(self.path, self._resumed_after, config, self.message)
 
     def message(self, *texts: str) -> None:
         """Print texts, each in lines of its own, and keep them in console.log.
@@ -258,7 +260,6 @@ class RunFolder:
             sample = f"python sample.py {shlex.quote(str(self.path))}"
             files += f", and checkpoints/; for text: {sample}"
         self.message(files)
-        self._trackers.close()
         return summary
 
     def how_to_resume(self) -> str:

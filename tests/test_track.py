@@ -1,6 +1,4 @@
-"""Following a run in TensorBoard and Weights & Biases: they have the figures of the logs, whatever
-happens.
-"""
+"""Following a run in TensorBoard and Weights & Biases: they have the figures of the logs."""
 
 import math
 import os
@@ -165,12 +163,12 @@ def wandb(monkeypatch, tmp_path):
 
 
 def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that_the_logs_have(
-    go, here, wandb, stop_at, capfd
+    go, here, wandb, stop_at, capsys
 ):
     disarm = stop_at(6)
     go(**EVERYTHING, wandb=True)
     disarm()
-    printed, errors = capfd.readouterr()
+    printed = capsys.readouterr().out
     go(load_config(resume=str(here)))
     curves, texts, calls = wandb
     same(curves, here)
@@ -180,17 +178,19 @@ def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that
     assert first == second
     assert options["max_steps"] == 9
     assert len([*here.glob("wandb/offline-run-*")]) == 2
-    (note,) = [line for line in printed.splitlines() if line.startswith("note: wandb")]
-    assert note.endswith(f"run offline; to send it: wandb sync {here}/wandb/offline-run-*")
-    assert "wandb" not in errors
+    assert "note: wandb keeps this run offline: UsageError: No API key" in printed
 
 
-def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, wandb, monkeypatch, capsys):
+@pytest.mark.slow
+def test_a_run_for_which_wandb_cannot_be_reached_is_kept_offline(
+    go, here, wandb, monkeypatch, capsys
+):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(track, "INIT_TIMEOUT", 1)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     assert go(wandb=True)["steps"] == 6
-    assert "note: wandb failed, the run continues without it (" in capsys.readouterr().out
+    assert "note: wandb keeps this run offline: CommError: " in capsys.readouterr().out
+    assert len([*here.glob("wandb/offline-run-*")]) == 1
 
 
 # ---- either
@@ -200,7 +200,10 @@ def test_wandb_that_cannot_be_reached_is_left_out_with_a_note(go, wandb, monkeyp
 def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_done(
     name, go, here, monkeypatch
 ):
-    monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: None)
+    def version(name):
+        raise track.importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(track.importlib.metadata, "version", version)
     says = rf"^{name}: the package is not installed; .*{track.TO_INSTALL}.* --no-{name}$"
     with refused(says) as caught:
         go(**{name: True})
@@ -208,39 +211,11 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_done(
     assert not here.parent.exists()
 
 
-def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
-    (tmp_path / "no_such_package").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with refused("no_such_package: the package is not installed"):
-        track.Trackers(["no_such_package"], print)
-
-
-def test_a_tracker_that_fails_is_one_note_and_the_run_continues(
-    go, here, tensorboard, monkeypatch, capsys
-):
-    real = track.TensorBoard.log
-
-    def full(tracker, step, figures):
-        if step == 3:
-            raise OSError(28, "No space left on device")
-        real(tracker, step, figures)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(track.TensorBoard, "log", full)
-        go(tensorboard=True)
-    assert len(logged(here)["train/loss"]) == 6
-    printed = capsys.readouterr().out
-    assert printed.count("note: tensorboard failed, the run continues without it (OSError") == 1
-    go(resume="auto", max_steps=8)  # a later call tries again
-    assert tensorboard(here)[0]["train/loss"].keys() == {1, 2, 7, 8}
-
-
-def test_a_run_that_fails_closes_its_tracker_as_failed(go, monkeypatch):
-    pytest.importorskip("tensorboard")
+def test_a_run_that_fails_closes_its_trackers_as_failed(go, monkeypatch):
     closed = []
-    monkeypatch.setattr(track.TensorBoard, "close", lambda _, failed: closed.append(failed))
-    go(tensorboard=True)
+    monkeypatch.setattr(track.Trackers, "close", lambda _, failed: closed.append(failed))
+    go()
     at_step(monkeypatch, lambda call, _: torch.tensor(math.nan) if call == 3 else None)
     with refused("the loss is"):
-        go(tensorboard=True)
+        go()
     assert closed == [False, True]
