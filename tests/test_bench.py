@@ -222,7 +222,7 @@ def test_every_command_answers_help_and_prints_a_config_without_torch():
         assert not {"torch", "numpy"} & {*sys.modules}, "config.py"
         import ladder, runtime.cli, runtime.errors, runtime.files, runtime.launch
         import runtime.report, runtime.runlog, runtime.signals, runtime.start
-        assert not {"torch", "matplotlib"} & {*sys.modules}, "imports"
+        assert "torch" not in sys.modules, "imports"
         commands = [[path, "--help"] for path in sys.argv[1:]]
         for command in [*commands, ["train.py", "--config", "speedup8", "--print_config"]]:
             sys.argv = command

@@ -96,7 +96,7 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert list(rows) == ["adamw", "muon"]
     page = (folder / "report.html").read_text()
     assert page.index('id="chart"') < page.index('id="view"') < page.index("<article")
-    assert (folder / "learning.png").is_file()
+    assert (folder / "learning.svg").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
     record = Record.load(folder)
     record.runs[names[0]].summary.machine = "another"  # its loss counts

@@ -224,7 +224,7 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
         [*summaries, *timed],
         ran=all_that_ran([stage for stage in stages if stage.name in means] or stages),
         about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
-        pictures={"learning.png": "validation losses"},
+        pictures={"learning.svg": "validation losses"},
         cards=cards,
         curves=[
             curve_of(titles.get(name, name), losses, tokens, {}) for name, losses in means.items()
@@ -232,7 +232,7 @@ def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: A
         learns=True,
         **parts,
     )
-    draw_panels(first.record.folder / "learning.png", {"validation": means})
+    draw_panels(first.record.folder / "learning.svg", {"validation": means})
 
 
 def report_learned_ablation(
@@ -267,7 +267,7 @@ def report_learned_ablation(
 
 
 def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
-    """Report the losses of the finished rungs, with learning.png, as in `report_stages`."""
+    """Report the losses of the finished rungs, with learning.svg, as in `report_stages`."""
     done = [stage for stage in stages if losses_of(stage)]
     write_losses(
         stages,

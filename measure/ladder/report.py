@@ -298,7 +298,7 @@ def published_curve(stage: Stage, column: str = "loss") -> Curve:
 
 
 def report(ladder: str, stages: Sequence[Stage]) -> None:
-    """Report the finished stages, with speed.png and loss.png, as in `report_stages`."""
+    """Report the finished stages, with speed.svg and loss.svg, as in `report_stages`."""
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     is_quick = ladder.endswith(SUFFIX)  # of another model than the published one
     name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
@@ -325,7 +325,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
             published.append(curve_of(label, losses, tokens, times, published=True))
     if panels:
-        draw_panels(stages[0].record.folder / "loss.png", panels)
+        draw_panels(stages[0].record.folder / "loss.svg", panels)
     draw_times(done, cards)
     rows, summaries = rows_of(stages), [run.summary for _, run in done]
     report_stages(
@@ -342,8 +342,8 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             *([f"All runs with {options}"] if options else []),
             *([f"In place of bf16: {', '.join(instead)}."] if instead else []),
         ],
-        pictures={"loss.png": "loss curves, measured over published"} if panels else {},
-        bars="speed.png",
+        pictures={"loss.svg": "loss curves, measured over published"} if panels else {},
+        bars="speed.svg",
         cards=cards,
         curves=[*curves, *published],
     )
@@ -380,7 +380,7 @@ def draw_times(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> None
 
 def plot_runs(folders: Sequence[str]) -> None:
     """Draw the loss curves of any runs in one picture. Raises UserError for one without a log."""
-    path = Path("comparison.png")
+    path = Path("comparison.svg")
     training, validation = {}, {}
     for folder in folders:
         training[folder] = curve(read_columns(Path(folder, "log.csv")))
@@ -443,7 +443,7 @@ def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
         figures=WORTH,
         rows=rows,
         about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
-        bars="worth.png",
+        bars="worth.svg",
     )
 
 
@@ -522,6 +522,6 @@ def across(folders: Sequence[str], out: Path) -> None:
         meaning="The speed of each stage over that of the stage that it changes. Published: the "
         "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`). A "
         "machine that ran another precision in place of bf16 has no factor for bf16.",
-        bars="across.png",
+        bars="across.svg",
         cards=cards,
     )

@@ -1,98 +1,196 @@
-"""Draw a report's pictures as PNG files. Imports matplotlib, which takes a second, when drawing."""
+"""Draw a report's pictures as SVG files. All sizes and places are in pixels."""
 
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from measure.report.templates import render
+from runtime.files import write_atomic
 from runtime.report import Estimate
 
-# Okabe and Ito (2008): distinct for the colour-blind too
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000"]
-MARKERS = ["o", "s", "^", "D", "v", "P", "X"]  # distinct in print too
+WIDTH, MARGIN = 800, 16
+COLOURS = 7  # in picture.svg
+DASHES = ("", "7 3", "2 3", "9 3 2 3")  # distinct in print too
+LEFT, RIGHT = 260, 545  # ends of the longest bar: its name and its figures are beside it
+BAR, LINE = 15, 17  # heights of a bar and of a line of text
+MOST_POINTS = 500  # of a curve
 Curve = dict[int, float]  # values by x, such as steps
+Legend = dict[str, dict[str, Any]]  # place, colour and dashes of each label
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure; sizes are in inches."""
-    import matplotlib
-    from matplotlib.figure import Figure
+class Scale(NamedTuple):
+    """An axis: the values at its ends, and the places of its ends."""
 
-    matplotlib.rcParams["text.parse_math"] = False  # a name may contain $
-    return Figure(figsize=(width, height), layout="constrained")
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return the place of a value."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and texts of round values, at most seven."""
+        least = (self.high - self.low) / 6
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next((n * power for n in (1, 2, 5) if n * power >= least), 10 * power)
+        numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        return [(self.at(n * step), f"{n * step:,.10g}") for n in numbers]
 
 
-def draw_panels(
-    path: Path,
-    panels: Mapping[str, Mapping[str, Curve]],
-    xlabel: str = "step",
-    ylabel: str = "loss, nats per token",
-) -> None:
-    """Draw a panel of labelled curves for each title, up to four beside each other.
+def legend_of(labels: Sequence[str]) -> Legend:
+    """Place the entries of a legend in columns."""
+    column = 50 + 7 * max(map(len, labels))
+    columns = max(1, (WIDTH - 2 * MARGIN) // column)
+    return {
+        label: {
+            "colour": i % COLOURS,
+            "dash": DASHES[i % len(DASHES)],
+            "x": MARGIN + i % columns * column,
+            "y": 22 + i // columns * 20,
+        }
+        for i, label in enumerate(labels)
+    }
 
-    A label has the same colour, marker and dashes in all panels.
-    """
-    from matplotlib.rcsetup import cycler
 
-    styles = cycler(linestyle=["-", "--"]) * cycler(color=COLOURS, marker=MARKERS)
-    columns = min(4, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    picture = new_figure(max(8, 4 * columns), max(5, 3 * rows))
-    labels = [*dict.fromkeys(itertools.chain(*panels.values()))]
-    for number, (title, curves) in enumerate(panels.items(), 1):
-        axes = picture.add_subplot(rows, columns, number, title=title)
-        axes.set_prop_cycle(styles)
-        for label in labels:  # a missing one is drawn without points, so that the cycle stays
-            curve = curves.get(label, {})
-            size = 3 if len(curve) <= 100 else 0  # markers of many points would hide the line
-            axes.plot([*curve], [*curve.values()], markersize=size, alpha=0.7, label=label)
-        axes.grid(alpha=0.3)
-    picture.legend(handles=axes.get_lines(), loc="outside upper center", ncols=3)
-    picture.supxlabel(xlabel)
-    picture.supylabel(ylabel)
-    picture.savefig(path, dpi=130)
+# ---- bars
 
 
 def draw_bars(
     path: Path,
     rows: Mapping[str, Mapping[str, Estimate]],
-    xlabel: str,
     about: str = "",
-    style: str = "",
 ) -> None:
-    """Draw a row of horizontal bars for each name, the first on top, hollow without an interval.
+    """Draw a group of factors as horizontal bars for each name, hollow without an interval.
 
-    The key of a bar is its legend, the same in all rows. `about`: the machine and the date.
+    The key of a bar is its legend, the same in all groups. `about`: the machine and the date.
     """
-    legends = [*dict.fromkeys(itertools.chain(*rows.values()))]
-    picture = new_figure(8, 1.3 + 0.16 * sum(len(bars) + 0.8 for bars in rows.values()))
-    axes = picture.add_subplot()
-    drawn: dict[str, Any] = {}
-    middles, y = [], 0.0
-    for bars in rows.values():
-        middles.append(y + (len(bars) - 1) / 2)
-        for legend, factor in bars.items():
-            colour = COLOURS[legends.index(legend) % len(COLOURS)]
-            low, high = factor.ends
-            bar = axes.barh(
-                y,
-                factor.value,
-                0.9,
-                color="none" if low == high else colour,
-                edgecolor=colour,
-                xerr=[[factor.value - low], [high - factor.value]],
-            )
-            axes.bar_label(bar, [format(factor, style)], padding=4, fontsize=8)
-            drawn.setdefault(legend, bar)
-            y += 1
-        y += 0.8  # the gap to the next row
-    axes.set_yticks(middles, [textwrap.fill(name, 45) for name in rows])
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlabel(xlabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    picture.legend([*drawn.values()], legends, loc="outside upper right", ncols=len(legends))
-    picture.supxlabel(about, fontsize=7, color="0.4", x=0.01, ha="left")
-    picture.savefig(path, dpi=130, bbox_inches="tight")  # labels may reach beyond the axes
+    legend = legend_of([*dict.fromkeys(itertools.chain(*rows.values()))])
+    longest = max(bar.ends[1] for bars in rows.values() for bar in bars.values())
+    scale = Scale(0.0, longest, LEFT, RIGHT)
+    top = bottom = max(entry["y"] for entry in legend.values()) + 24
+    groups = []
+    for name, bars in rows.items():
+        lines = textwrap.wrap(name, 32)
+        height = max(BAR * len(bars), LINE * len(lines))
+        middle = bottom + height / 2
+        groups.append(
+            {
+                "name": name,
+                "lines": [*zip(lines, rows_around(middle, len(lines), LINE), strict=True)],
+                "bars": bars_of(bars, middle, legend, scale),
+            }
+        )
+        bottom += height + 10
+    described = textwrap.wrap(about, 120)
+    parts = {
+        "width": WIDTH,
+        "height": bottom + 48 + 16 * len(described),
+        "title": "factor of speed",
+        "about": described,
+        "legend": legend,
+        "ticks": scale.ticks,
+        "groups": groups,
+        "box": (LEFT, RIGHT, top - 4, bottom),
+    }
+    write_atomic(path, render("bars.svg", parts))
+
+
+def rows_around(middle: float, count: int, size: float) -> list[float]:
+    """Return the middles of rows that are centred around `middle`."""
+    return [middle + size * (i - (count - 1) / 2) for i in range(count)]
+
+
+def bars_of(
+    bars: Mapping[str, Estimate],
+    middle: float,
+    legend: Legend,
+    scale: Scale,
+) -> list[dict[str, Any]]:
+    """Return the places of a group's bars and of their intervals, and their figures as text."""
+    places = []
+    for y, (label, bar) in zip(rows_around(middle, len(bars), BAR), bars.items(), strict=True):
+        low, high = bar.ends
+        places.append(
+            {
+                "legend": label,
+                "colour": legend[label]["colour"],
+                "y": y,
+                "width": round(scale.at(bar.value) - LEFT, 1),
+                "interval": (scale.at(low), scale.at(high)) if low < high else None,
+                "label": str(bar),
+                "label_x": scale.at(high) + 8,
+            }
+        )
+    return places
+
+
+# ---- curves
+
+
+def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Curve]]) -> None:
+    """Draw a panel of loss curves for each title, up to three beside each other.
+
+    A label has the same colour and dashes in all panels.
+    """
+    legend = legend_of([*dict.fromkeys(itertools.chain(*panels.values()))])
+    columns = min(3, len(panels))
+    width = (WIDTH - 2 * MARGIN) / columns
+    height = max(140, width / 2)
+    top = max(entry["y"] for entry in legend.values()) + 30
+    drawn = list[dict[str, Any]]()
+    lower = 0.0
+    for i, (title, curves) in enumerate(panels.items()):
+        row, column = divmod(i, columns)
+        left, upper = MARGIN + width * column, top + 26 + (height + 60) * row
+        lower = upper + height
+        box = left + 46, left + width - 8, upper, lower
+        drawn.append({"title": title, "box": box, **panel_of(curves, legend, box)})
+    parts = {
+        "width": WIDTH,
+        "height": lower + 48,
+        "top": top,
+        "title": f"{', '.join(panels)}: loss in nats per token",
+        "legend": legend,
+        "panels": drawn,
+    }
+    write_atomic(path, render("curves.svg", parts))
+
+
+def panel_of(
+    curves: Mapping[str, Curve],
+    legend: Legend,
+    box: tuple[float, float, float, float],
+) -> dict[str, Any]:
+    """Return the ticks and curves of a panel, whose box has the places left, right, upper, lower.
+
+    Values that are not finite are left out.
+    """
+    finite = {
+        label: {x: y for x, y in curve.items() if math.isfinite(y)}
+        for label, curve in curves.items()
+    }
+    left, right, upper, lower = box
+    across = Scale(*span([*itertools.chain(*finite.values())]), left, right)
+    up = Scale(*span([y for curve in finite.values() for y in curve.values()]), lower, upper)
+    lines = []
+    for label, entry in legend.items():
+        if points := [*finite.get(label, {}).items()]:
+            shown = [*points[: -1 : 1 + len(points) // MOST_POINTS], points[-1]]
+            places = [(across.at(x), up.at(y)) for x, y in shown]
+            last = f"{points[-1][1]:,.4g}"
+            lines.append({**entry, "label": label, "points": places, "last": last})
+    return {"x_ticks": across.ticks, "y_ticks": up.ticks, "lines": lines}
+
+
+def span(values: Collection[float]) -> tuple[float, float]:
+    """Return the ends of an axis, slightly beyond the values."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    margin = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - margin, high + margin

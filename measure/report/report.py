@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
 from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
+from measure.report.templates import render
 from runtime.errors import TrainingError
 from runtime.files import write_atomic
 from runtime.report import Estimate
@@ -116,7 +115,7 @@ def write_report(
             for card, of_row, _ in rungs
             if of_row
         }
-        draw_bars(folder / bars, factors_of, "factor of speed", where)
+        draw_bars(folder / bars, factors_of, where)
     parts = {
         "title": title,
         "lead": [*filter(None, [ran, result])],
@@ -153,23 +152,6 @@ def brief(figures: Sequence[Figure], cells: Sequence[str], card: Card) -> list[s
             for c, is_total in zip(others, totals, strict=True)
         ),
     ]
-
-
-def render(template: str, parts: Mapping[str, Any]) -> str:
-    """Fill in a template in web/ with the parts of a report.
-
-    page.html is one web page, which is opened from the disk, without a network. At its top a view:
-    all factors in one picture. Each row has a card with its figures; a rung's card also its
-    technique's name, the YAML's changes, the code that its options switch, and why it helps. The
-    loss curves come last, or first in a report on learning.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("measure.report", "web"),
-        autoescape=jinja2.select_autoescape(("html", "svg")),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(parts, log=math.log)
 
 
 def curve_of(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from measure.report.report import render
+from measure.report.templates import render
 from runtime.files import write_atomic
 from runtime.report import Estimate
 
