@@ -1,12 +1,11 @@
-"""Explain a rung by its YAML: title, reasons, changes, and the recipe's code that they switch."""
+"""Explain a rung by its YAML: title, reasons, changes, and the code that does it."""
 
 import ast
-import functools
 import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from measure.ladder.stages import ROOT, Stage, bases
@@ -19,16 +18,9 @@ CHANGE_SPEED = (
     "baseline",
     *(f"speedup{step}" for step in (1, 2, "3_bf16", 5, "6_flash", 7, 8, 10, 13, 15)),
 )
-RECIPE = ("train.py", "model.py", "optimizer.py", "dataloader.py")  # options act in these files
-PLACES = 4  # most statements shown for an option
-BESIDE = (
-    "batch_size",
-    "lr",
-    "min_lr",
-    "run_name",
-)  # options set beside a technique
-# methods that describe options, or only replace them
-OTHERS = ("_", "describe", "notes", "to_yaml", "advice", "on_device")
+Code = tuple[str, int, str]  # file, line, text
+CODE = "# Code: "  # begins a line that names code, in the comment of a YAML
+MOST_LINES = 25  # of a function on a card
 
 
 def card_of(name: str, file: Path, base: Path) -> Card:
@@ -50,12 +42,11 @@ def card_of(name: str, file: Path, base: Path) -> Card:
         why = [*why_before, *why]
     elif skipped:
         title += ", and all before it"
-    options = [*itertools.chain(*map(read_yaml_mapping, files))]
-    options = [option for option in options if option not in ("base", *BESIDE)] or options
-    code = [*dict.fromkeys(itertools.chain(*map(code_of, options)))]
+    files = files or [file]
     # the options alone, without the base and the comment above them
-    texts = [path.read_text(encoding="utf-8") for path in files or [file]]
+    texts = [path.read_text(encoding="utf-8") for path in files]
     yaml = "".join(re.sub(r"(?m)^(#.*|base:.*)?\n", "", text) for text in texts)
+    code = [*dict.fromkeys(itertools.chain(*map(code_of, files)))]
     return Card(name, title, base.stem, why, yaml, code)
 
 
@@ -116,62 +107,44 @@ def all_that_ran(stages: Sequence[Stage]) -> str:
 def explained(file: Path) -> tuple[str, list[str]]:
     """Return the title of a YAML, its first line, and the paragraphs of the comment below it.
 
-    A bare `#` separates paragraphs.
+    A bare `#` separates paragraphs; lines that name code are left out.
     """
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    title, _, rest = "\n".join(line.lstrip("# ") for line in comment).partition("\n")
-    return title.removesuffix("."), [" ".join(p.split()) for p in rest.split("\n\n") if p]
+    words = [line.lstrip("# ") for line in comment if not line.startswith(CODE)]
+    title, _, rest = "\n".join(words).partition("\n")
+    return title.removesuffix("."), [" ".join(p.split()) for p in rest.split("\n\n") if p.strip()]
 
 
-def code_of(option: str) -> list[tuple[str, int, str]]:
-    """Return the statements of the recipe that read an option, with the comments above them.
+def code_of(file: Path) -> list[Code]:
+    """Return the code that the comment of a YAML names, which is there."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    named = [line.removeprefix(CODE) for line in lines if line.startswith(CODE)]
+    return [*filter(None, map(code_at, ", ".join(named).split(", ")))]
 
-    File, line and text of each. If only methods in config.py read the option, the statements that
-    call them count; or else the ones that call the callers of these methods.
+
+def code_at(place: str) -> Code | None:
+    """Return the code at a place, with the comments, conditions and decorators right above it.
+
+    `place`: a file of this project, and a function or class by its name, or a statement by a text
+    that only one line has, as in `optimizer.py:rate_of` and `train.py:torch.compile(`. None if
+    there is no such code, or more than one.
     """
-    names, found = {option}, list[tuple[str, int, str]]()
-    methods = [m for m in parsed("config.py")[1] if not m.name.startswith(OTHERS)]
-    for _ in range(2):
-        names |= {method.name for method in methods if attributes(method) & names}
-        found = found or [s for file in RECIPE for s in statements_that_read(file, names)]
-    return found[:PLACES]
-
-
-@functools.cache
-def attributes(node: ast.AST) -> set[str]:
-    """Return the names of the attributes in some code."""
-    return {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-
-
-def statements_that_read(file: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and text of the statements with one of these attributes. Comments above a
-    statement belong to it.
-    """
-    lines, shown_to = parsed(file)[0], 0
-    for node in statements(file):
-        parts = (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt))
-        if node.lineno > shown_to and any(attributes(part) & names for part in parts):
-            first = node.lineno
-            shown_to = node.end_lineno or first
-            while lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            yield file, first, textwrap.dedent("\n".join(lines[first - 1 : shown_to]))
-
-
-@functools.cache
-def statements(file: str) -> list[ast.stmt]:
-    """Return the statements in a file's functions."""
-    functions = parsed(file)[1]
-    inside = {
-        node for function in functions for node in ast.walk(function) if isinstance(node, ast.stmt)
-    }
-    return sorted(inside.difference(functions), key=lambda node: node.lineno)
-
-
-@functools.cache
-def parsed(file: str) -> tuple[list[str], list[ast.FunctionDef]]:
-    """Return the lines of a file of this project, and the syntax trees of its functions."""
-    text = (ROOT / file).read_text(encoding="utf-8")
-    nodes = ast.walk(ast.parse(text))
-    return text.splitlines(), [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    file, _, name = place.partition(":")
+    path = ROOT / file
+    text = path.read_text(encoding="utf-8") if path.suffix == ".py" and path.is_file() else ""
+    lines = text.splitlines()
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    found = [node for node in statements if getattr(node, "name", None) == name]
+    numbers = [number for number, line in enumerate(lines, 1) if name in line]
+    if not found and len(numbers) == 1:
+        around = [s for s in statements if s.lineno <= numbers[0] <= (s.end_lineno or 0)]
+        found = around[-1:]  # the innermost: ast.walk yields a statement before those in it
+    if len(found) != 1:
+        return None
+    first = found[0].lineno - 1
+    while first and lines[first - 1].lstrip().startswith(("#", "@", "if ", "elif ")):
+        first -= 1
+    shown = lines[first : found[0].end_lineno]
+    more = "\n..." if len(shown) > MOST_LINES else ""
+    return file, first + 1, textwrap.dedent("\n".join(shown[:MOST_LINES])) + more
