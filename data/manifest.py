@@ -9,7 +9,6 @@ import pydantic
 from data.token_file import TokenFileError
 
 MANIFEST, SOURCES = "manifest.json", "sources.jsonl"
-UNFINISHED = ".unfinished.tmp"
 
 
 class Shard(pydantic.BaseModel):
@@ -46,41 +45,22 @@ def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:
             )
 
 
-# ---- an unfinished corpus
-
-
-class Begun(pydantic.BaseModel):
-    """First line of sources.jsonl: how the corpus is written."""
-
-    command: str
-    options: dict[str, str | int | None]  # the ones that determine the tokens and token files
-
-
 class Source(pydantic.BaseModel):
-    """A further line: a file that was read to its end, and the corpus's counts up to there."""
+    """A line of sources.jsonl: a file that was tokenized, and the corpus's counts at its end."""
 
     file: str = ""
     sha256: str = ""
+    options: dict[str, str | int | None] = {}  # the ones that determine the tokens and token files
     documents: int = 0
     characters: int = 0
     skipped: int = 0
     tokens: dict[str, int] = {"train": 0, "val": 0}
 
 
-def unfinished_folder(folder: Path) -> Path:
-    """Return the folder of a corpus's token files until it is finished."""
-    return folder.with_name(folder.name + UNFINISHED)
-
-
-def read_progress(folder: Path) -> tuple[Begun, list[Source]] | None:
-    """Read sources.jsonl of an unfinished corpus; None if it is missing or damaged."""
+def read_sources(folder: Path) -> list[Source]:
+    """Read sources.jsonl, up to a line that a killed writer left incomplete."""
+    sources = list[Source]()
     with contextlib.suppress(OSError, ValueError):  # pydantic's errors are ValueErrors
-        first, *lines = (folder / SOURCES).read_bytes().split(b"\n")[:-1]
-        return Begun.model_validate_json(first), [*map(Source.model_validate_json, lines)]
-    return None
-
-
-def how_to_finish(folder: Path) -> str | None:
-    """Return how to resume an unfinished corpus; None if it was not begun."""
-    progress = read_progress(unfinished_folder(folder))
-    return f"is not finished; resume with: {progress[0].command}" if progress else None
+        for line in (folder / SOURCES).read_bytes().splitlines():
+            sources.append(Source.model_validate_json(line))
+    return sources

@@ -4,7 +4,6 @@ import importlib
 import shlex
 from pathlib import Path
 
-from data.manifest import how_to_finish
 from data.token_file import TokenFileError
 from runtime.cli import did_you_mean
 from runtime.files import lock_file, sole_writer
@@ -16,7 +15,7 @@ def prepare_if_missing(folder: Path) -> None:
     """Write the corpus of `folder` if it is missing and small.
 
     Waits for another process that is writing the corpus. Raises TokenFileError if another corpus is
-    missing or not finished; the message has the command to run, and the nearest name.
+    missing; the message has the command to run, and the nearest name.
     """
     waiting = f"another process is writing {folder}: waiting for it"
     is_small = folder.name in SMALL_CORPORA
@@ -27,9 +26,7 @@ def prepare_if_missing(folder: Path) -> None:
                 importlib.import_module(f"data.{folder.name}").prepare(folder)
     if is_there(folder):
         return
-    if problem := how_to_finish(folder):
-        raise TokenFileError(f"{folder}: {problem}")
-    there = {path.parent.name for path in folder.parent.glob("*/*.bin")}
+    there = {path.parent.name for path in folder.parent.glob("[!.]*/*.bin")}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.name == "fineweb":
         script = "python data/fineweb.py"

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.manifest import UNFINISHED
 from data.token_file import HEADER_BYTES, MAGIC, TokenFileError, count_tokens
 from data.tokenizer import END_OF_TEXT, chunks
 from runtime.errors import UserError, in_a_line
@@ -72,9 +71,9 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
     """Return the files in `named`, and in its folders in the order of their paths, each file once.
 
     In folders, hidden files are skipped. So are .json files, which mostly describe the data, binary
-    files, broken links and, beside token files, all other files; a note names one. Raises
-    TokenFileError for a folder without a usable file, for a pipe, and for a file or folder that is
-    missing or cannot be read.
+    files, broken links, links to folders and, beside token files, all other files; a note names
+    one. Raises TokenFileError for a folder without a usable file, for a pipe, and for a file or
+    folder that is missing or cannot be read.
     """
     sources: dict[str, Path] = {}
     for name in named:
@@ -104,30 +103,20 @@ def find_sources(named: Iterable[Path]) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Return the files below a folder that are not hidden, through links too, sorted by path.
+    """Return the files below a folder that are not hidden, and its links, sorted by path.
 
-    Without unfinished corpora, and without the copies that a cache of Hugging Face has under other
-    names. Raises TokenFileError for a folder that cannot be read, and for a name that cannot be
-    written as UTF-8.
+    A link to a folder is not followed: it may lead back. Raises TokenFileError for a folder that
+    cannot be read, and for a name that cannot be written as UTF-8.
     """
 
     def fail(error: OSError) -> None:
-        with reading(Path(error.filename)):
-            raise error
+        raise TokenFileError(f"{error.filename}: cannot be read: {error.strerror}")
 
-    found, seen = list[Path](), set[str]()
-    for where, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        if (place := os.path.realpath(where)) in seen:  # links may lead back
-            folders.clear()
-            continue
-        seen.add(place)
-        copies = {"blobs", "refs"} if "snapshots" in folders else set[str]()
-        folders[:] = sorted(
-            name
-            for name in {*folders} - copies
-            if not name.startswith(".") and not name.endswith(UNFINISHED)
-        )
-        found += [Path(where, name) for name in names if not name.startswith(".")]
+    found = list[Path]()
+    for where, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if Path(where, name).is_symlink()]
+        found += [Path(where, name) for name in (*links, *names) if not name.startswith(".")]
     for path in found:
         if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
             raise TokenFileError(f"{path}: its name is not UTF-8; rename it")

@@ -49,6 +49,11 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
 
 
+def unfinished_folder(folder: Path) -> Path:
+    """Return the hidden folder that is filled before it gets the name of `folder`."""
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
 @contextlib.contextmanager
 def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a folder to fill, which gets its name once it is complete and flushed to the disk.
@@ -57,7 +62,7 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     first. With `replace`, an existing folder of that name is deleted at the end; without,
     OSError is raised unless it is empty. After any error the new folder is deleted.
     """
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished = unfinished_folder(folder)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
