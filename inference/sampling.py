@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 from data.tokenizer import END_OF_TEXT, get_encoding
 from model import GPT
@@ -28,25 +27,13 @@ MULTIPLE = 128
 
 
 def probabilities(
-    logits: Tensor,
-    texts: list[list[int]],
-    temperature: float,
-    top_k: int | None,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest next tokens (B, K) of texts with logits (B, V), and their probabilities
     (B, K), which may add up to less than 1.
 
     The options are transformers', and applied in its order.
     """
-    # Keskar et al. 2019 ("CTRL", section 4.1) divide by the penalty. Like transformers, this
-    # multiplies negative logits by it, because dividing would make their tokens likelier.
-    if repetition_penalty != 1:
-        logits = logits.clone()
-        for row, text in zip(logits, texts, strict=True):
-            seen = row[text]
-            row[text] = torch.where(seen > 0, seen / repetition_penalty, seen * repetition_penalty)
     if temperature < 1e-6:  # dividing by it could overflow, so keep only the likeliest token
         temperature, top_k = 1.0, 1
     n_vocab = logits.size(-1)
@@ -86,67 +73,43 @@ def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
     return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
 
 
-def next_logits(
-    model: GPT, cache: list[Tensor], keys: int, idx: Tensor, lengths: Tensor, masked: bool = True
-) -> Tensor:
-    """Return logits (B, V) after texts of the given lengths (B,).
-
-    idx (B, T): whole prompts, padded at the end (prefill), or each text's last token, T = 1
-    (decode). Their keys and values enter the cache. Each token attends causally to the first `keys`
-    positions; padding, zeros and an earlier text's entries come after it, and are masked. Without
-    `masked`, which is faster, every text must have `keys` positions.
-    """
-    B, T = idx.shape
-    rows = torch.arange(B, device=idx.device)
-    first = lengths - 1 if T == 1 else 0 * lengths  # position of the first column
-    positions = first[:, None] + torch.arange(T, device=idx.device)  # (B, T)
-    seen = None
-    if masked:
-        seen = torch.arange(keys, device=idx.device) <= positions[:, None, :, None]
+def prefill(model: GPT, cache: list[Tensor], texts: list[list[int]]) -> Tensor:
+    """Read whole texts, and fill the cache; returns logits (B, V) after the last token of each."""
+    device = model.lm_head.weight.device
+    T = min(keys_for(max(map(len, texts)), device), model.config.block_size)
+    idx = torch.tensor([text + [0] * (T - len(text)) for text in texts], device=device)  # (B, T)
+    last = torch.tensor([len(text) - 1 for text in texts], device=device)
+    rows = torch.arange(len(texts), device=device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Add k and v to the cache, and attend to the cached ones; all (B, nh, T, hs)."""
-        for cached, new in zip(cache[layer], (k, v), strict=True):
-            if masked:
-                cached[rows[:, None], :, positions] = new.transpose(1, 2).to(cached.dtype)
-            else:
-                cached[:, :, keys - T : keys] = new
-        k, v = cache[layer][..., :keys, :].to(q.dtype)  # autocast's dtype is not the cache's
-        causal = not masked and T > 1
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
+        """Cache k and v, and attend causally, which hides the padding; all (B, nh, T, hs)."""
+        keys, values = cache[layer]  # (B, nh, S, hs)
+        keys[:, :, :T], values[:, :, :T] = k, v
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    return model(idx, where=(rows, lengths - 1 - first), attend=attend, positions=positions)
+    return model(idx, where=(rows, last), attend=attend)
 
 
-# ---- weights of a CPU
-
-
-class PackedLinear(nn.Module):
-    """A linear layer with its weight in the layout in which oneDNN multiplies it by `rows` rows."""
-
-    def __init__(self, linear: nn.Linear, rows: int):
-        super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute x (..., in) times the weight, plus the bias: (..., out)."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-
-def pack_weights(model: GPT, rows: int) -> None:
-    """Pack the weights of a model in fp32 on a CPU, if it decodes several texts at a time.
-
-    Decoding 16 texts takes a quarter less time then, and prefill a tenth more. One text would not
-    gain. The model can be neither saved nor trained afterwards.
+def decode_step(model: GPT, cache: list[Tensor], texts: list[list[int]]) -> Tensor:
+    """Read the last token of each text, and add it to the cache, which has the earlier ones;
+    returns logits (B, V) after it.
     """
-    head = model.lm_head.weight
-    usable = torch.backends.mkldnn.is_available() and head.device.type == "cpu"
-    if rows == 1 or head.dtype != torch.float32 or not usable:
-        return
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            model.set_submodule(name, PackedLinear(module, rows))
+    device, lengths = model.lm_head.weight.device, [len(text) for text in texts]
+    idx = torch.tensor([text[-1:] for text in texts], device=device)  # (B, 1)
+    last = torch.tensor(lengths, device=device) - 1
+    rows, S = torch.arange(len(texts), device=device), keys_for(max(lengths), device)
+    # Padding, zeros and an earlier text's entries come after a text. Without a mask it is faster.
+    is_even = min(lengths) == S
+    seen = None if is_even else torch.arange(S, device=device) <= last[:, None, None, None]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Cache k and v, and attend to all S cached positions; q, k, v are (B, nh, 1, hs)."""
+        for cached, new in zip(cache[layer], (k, v), strict=True):
+            cached[rows, :, last] = new[:, :, 0].to(cached.dtype)
+        k, v = cache[layer][..., :S, :].to(q.dtype)  # autocast's dtype is not the cache's
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    return model(idx, where=(rows, 0 * rows), attend=attend, positions=last[:, None])
 
 
 # ---- growing texts
@@ -200,45 +163,33 @@ def grow(
     texts: list[Text],
     max_new_tokens: int,
     agree: Callable[[int], int] = int,
-    decode: Callable[..., Tensor] | None = None,
     **settings: Any,
 ) -> Iterator[None]:
     """Continue texts of any lengths together; each iteration adds a token to each unfinished text.
 
     Up to rounding, a text's logits are the same alone and in a batch. `settings` go to
     `probabilities`. The model has to be in evaluation mode; past block_size tokens it reads the
-    last block_size. `agree` gets each drawn token and returns the one to use. `decode`: a compiled
-    `next_logits`, for one token of each text, always in the same shapes. Raises ValueError for a
-    text without tokens, UserError if logits are not finite.
+    last block_size. `agree` gets each drawn token and returns the one to use. Raises ValueError for
+    a text without tokens, UserError if logits are not finite.
     """
     if not all(text.tokens for text in texts):
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
-    context, device = model.config.block_size, model.lm_head.weight.device
+    context = model.config.block_size
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
-    cache = make_cache(model, len(texts), context if decode else min(context, longest))
+    cache = make_cache(model, len(texts), min(context, longest))
     for step in range(max_new_tokens):
         unfinished = [len(text.tokens) for text in texts if not text.ended]
         if not unfinished:
             return
-        windows = [text.tokens[-context:] for text in texts]
-        lengths = [len(window) for window in windows]
-        # Prefill reads the windows, decoding their last tokens. Positions are absolute, so once a
-        # window slides, all keys and values change, and each step is a prefill.
-        decoding = step > 0 and max(unfinished) <= context
-        rows = [torch.tensor(window[-1:] if decoding else window) for window in windows]
-        idx = pad_sequence(rows, batch_first=True).to(device)
-        compute = decode if decode and decoding else next_logits
-        keys = keys_for(context if compute is decode else max(lengths), device)
-        # Texts of equal lengths need no mask, and neither does prefill, because padding comes last.
-        # Compiled code always has one: without it, it would be compiled again.
-        masked = compute is decode or keys > (min if decoding else max)(lengths)
-        logits = compute(model, cache, keys, idx, torch.tensor(lengths, device=device), masked)
-        logits = logits.float().cpu()  # (B, V)
+        # Positions are absolute, so once a window slides, all keys and values change, and each step
+        # is a prefill.
+        read = decode_step if step > 0 and max(unfinished) <= context else prefill
+        logits = read(model, cache, [text.tokens[-context:] for text in texts]).float().cpu()
         if not logits.amax().isfinite():  # NaN is the largest
             raise UserError(
                 "the model's logits are not finite: its weights are damaged or have diverged"
             )
-        choices = probabilities(logits, [text.tokens for text in texts], **settings)
+        choices = probabilities(logits, **settings)  # logits are (B, V)
         for text, tokens, p in zip(texts, *choices, strict=True):
             if not text.ended:
                 token = agree(draw(tokens, p, text.generator))

@@ -414,7 +414,7 @@ def test_an_empty_prompt_is_an_error(tiny_model):
 
 
 def test_draws_follow_temperature_and_top_k():
-    (likeliest,), (p,) = probabilities(torch.tensor([[0.0, 1.0, 2.0, -5.0]]), [[]], 0.5, 2)
+    (likeliest,), (p,) = probabilities(torch.tensor([[0.0, 1.0, 2.0, -5.0]]), 0.5, 2)
     generator = seeded(0)
     drawn = torch.tensor([draw(likeliest, p, generator) for _ in range(20_000)])
     expected = torch.tensor([0.0, math.exp(2.0), math.exp(4.0), 0.0])

@@ -1,18 +1,14 @@
 """Text from a model: how tokens are chosen, texts together and alone, the stream of characters, the
-command, a conversation.
+command.
 """
 
-import functools
-import io
 import signal
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.generation import (
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,9 +17,9 @@ from transformers.generation import (
 import inference.sampling
 import sample
 from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.sampling import Text, encode, grow, keys_for, pack_weights, probabilities, seeded
+from inference.sampling import Text, encode, keys_for, probabilities, seeded
 from runtime.cli import parse
-from sample import SampleOptions, Sampler, compile_decoding
+from sample import SampleOptions, load_sampled_model
 from tests.conftest import ROOT, ended, grown, refused, run, start, transformers_pair, wait_for
 
 # the last ones reach the context's end, 32
@@ -53,22 +49,20 @@ def options(*words):
         {},
         {"top_k": 10**6, "top_p": 1e-9},
         {"top_p": 0.7, "temperature": 0.3},
-        {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "repetition_penalty": 0.5},
+        {"temperature": 1.7, "top_k": 40, "top_p": 0.9},
     ],
     ids=str,
 )
 def test_probabilities_are_those_of_transformers(settings):
-    s = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "repetition_penalty": 1.0} | settings
-    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(s["repetition_penalty"])])
-    theirs += [TemperatureLogitsWarper(s["temperature"])]
+    s = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | settings
+    theirs = LogitsProcessorList([TemperatureLogitsWarper(s["temperature"])])
     theirs += [TopKLogitsWarper(s["top_k"])] if s["top_k"] else []
     theirs += [TopPLogitsWarper(s["top_p"])] if s["top_p"] < 1 else []
     generator = seeded(0)
     logits = torch.randn(20, 200, generator=generator) * 3
-    texts = torch.randint(0, 200, (20, 30), generator=generator)
-    tokens, p = probabilities(logits, texts.tolist(), **s)
+    tokens, p = probabilities(logits, **s)
     ours = torch.zeros(20, 200).scatter(1, tokens, p / p.sum(-1, keepdim=True))
-    torch.testing.assert_close(ours, theirs(texts, logits).softmax(-1))
+    torch.testing.assert_close(ours, theirs(None, logits).softmax(-1))
 
 
 def alone(model, prompt, n, seed=0, **settings):
@@ -79,7 +73,7 @@ def alone(model, prompt, n, seed=0, **settings):
 
 @pytest.mark.parametrize("settings", [(1.0, None, 1e-300), (0, 3, 1e-9), (1e-45, 3), (1e-20, 3)])
 def test_a_tiny_top_p_and_temperature_0_keep_the_likeliest_token(settings):
-    tokens, p = probabilities(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), [[0]], *settings)
+    tokens, p = probabilities(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), *settings)
     assert tokens[p > 0].tolist() == [1]
 
 
@@ -90,7 +84,7 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
     tiny_model,
 ):
     model = tiny_model(init="gpt2")
-    settings = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+    settings = {"temperature": 1.0, "top_k": 20, "top_p": 0.9}
     one_by_one = [alone(model, prompt, 40, seed, **settings) for seed, prompt in enumerate(PROMPTS)]
     assert grown(model, PROMPTS, 40, range(5), **settings) == one_by_one
 
@@ -116,22 +110,6 @@ def test_attention_of_a_gpu_sees_a_multiple_of_128_keys_and_the_text_is_the_same
             )
             assert grown(model, prompts, 70) == expected
         assert lengths == {256, 384}
-
-
-def test_packed_weights_give_the_same_logits_and_those_of_one_text_or_in_bf16_are_not_packed(
-    tiny_model,
-):
-    model, plain = tiny_model(init="gpt2"), tiny_model(init="gpt2")
-    for rows, dtype in ((1, torch.float32), (5, torch.bfloat16)):
-        pack_weights(model.to(dtype), rows)
-        assert type(model.lm_head) is torch.nn.Linear
-    model = tiny_model(init="gpt2")
-    pack_weights(model, 5)
-    assert not any(type(module) is torch.nn.Linear for module in model.modules())
-    idx = torch.arange(60).reshape(2, 30)
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx), plain(idx))
-    assert grown(model, PROMPTS, 40) == grown(plain, PROMPTS, 40)
 
 
 def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model, monkeypatch):
@@ -209,7 +187,7 @@ def printed(run_folder, capsys, monkeypatch):
 def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_folder, printed):
     prompts = ["One", "", "A longer prompt, naïve €"]
     (run_folder / "prompts.txt").write_bytes(("\ufeff" + "\r\n".join(prompts)).encode())
-    common = ("--max_new_tokens", 40, "--top_p", 0.9, "--repetition_penalty", 1.1)
+    common = ("--max_new_tokens", 40, "--top_p", 0.9)
     texts = [
         printed(*common, "--prompt", prompt, "--seed", seed).out.removesuffix("\n")
         for prompt in prompts
@@ -234,18 +212,13 @@ def test_each_text_of_a_batch_ends_before_the_stop(run_folder, printed):
     assert printed(*words, "--stop", stop).out == "\n---\n".join(expected) + "\n"
 
 
-# with --repetition_penalty 1e-40 the penalized logits and then the probabilities would overflow
 def test_options_without_effect_are_told():
     assert options("--temperature", 0, "--top_p", 0.5).notes() == [
         "top_p has no effect: temperature is 0"
     ]
     assert options("--temperature", 0).notes() == options("--top_p", 0.5).notes() == []
-    both = options("--interactive", "--num_samples", 2, "--prompt_file", "x", "--prompt", "y")
-    assert both.notes() == [
-        "prompt has no effect: prompt_file is set",
-        "prompt_file has no effect: interactive is on",
-        "num_samples has no effect: interactive is on",
-    ]
+    ignored = options("--prompt_file", "x", "--prompt", "y").notes()
+    assert ignored == ["prompt has no effect: prompt_file is set"]
 
 
 def test_text_comes_as_it_is_drawn_and_ctrl_c_ends_its_line(run_folder):
@@ -276,90 +249,5 @@ def test_bf16_weights_continue_a_prompt_that_is_longer_than_the_context(run_fold
     out = printed("--bf16", "--prompt", prompt, "--max_new_tokens", 3).out
     assert out.startswith(prompt)
     assert len(out) > len(prompt) + 2
-    sampler = Sampler(options("--bf16", "--log_dir", run_folder / "logs"), 1)
-    assert sampler.model.lm_head.weight.dtype == torch.bfloat16
-
-
-def test_compile_is_refused_on_a_cpu(printed):
-    with refused("--compile: decoding on a CPU is slower compiled; run without it"):
-        printed("--compile")
-
-
-def test_compiled_text_is_the_plain_one_and_decoding_is_compiled_once(
-    tiny_model, monkeypatch, capsys
-):
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    model = tiny_model(init="gpt2")
-    decode = compile_decoding(model, 2)
-    assert "note: compiled in " in capsys.readouterr().err
-    for prompts in (PROMPTS[:2], PROMPTS[3:], [[1, 2], [3, 4]]):
-        assert grown(model, prompts, 40, decode=decode) == grown(model, prompts, 40)
-    assert len(graphs) == 1
-
-
-# ---- interactive
-
-
-@pytest.fixture
-def conversation(printed, monkeypatch):
-    """Drives --interactive with lines of input: returns its output, and the context and the tokens
-    of each answer.
-
-    Ctrl-C comes when `stop_at` pieces of text have been shown.
-    """
-
-    def drive(lines, *words, stop_at=None):
-        contexts, answers, shown = [], [], []
-        real_show = sample.show
-
-        def watched(model, texts, **given):
-            contexts.append([*texts[0].tokens])
-            for _ in grow(model, texts, **given):
-                answers[len(contexts) - 1 :] = [texts[0].tokens[len(contexts[-1]) :]]
-                yield
-
-        def show(text):
-            shown.append(text)
-            real_show(text)
-            if len(shown) == stop_at:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(sample, "grow", watched)
-        monkeypatch.setattr(sample, "show", show)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
-        return printed("--interactive", *words), contexts, answers
-
-    return drive
-
-
-def encoded(text):
-    return get_encoding().encode_ordinary(text)
-
-
-def test_a_conversation_keeps_its_context_and_ends_at_the_end_of_input(conversation):
-    said, contexts, answers = conversation(
-        b"One\n\nTw\xffo\n", "--max_new_tokens", 4, "--prompt", "Zero"
-    )
-    assert contexts[:2] == [encoded("Zero"), encoded("Zero") + answers[0] + encoded("\nOne")]
-    assert contexts[2] == contexts[1] + answers[1]  # an empty line adds nothing
-    assert contexts[3] == (contexts[2] + answers[2] + encoded("\nTw\ufffdo"))[-28:]
-    assert len(contexts) == 4
-    assert said.err.startswith("16 tokens in ")
-
-
-def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on_from_there(conversation):
-    _, contexts, answers = conversation(b"One\nTwo\n", "--max_new_tokens", 8, stop_at=4)
-    assert [len(answer) for answer in answers] == [3, 8]
-    assert contexts == [encoded("One"), encoded("One") + answers[0] + encoded("\nTwo")]
-
-
-def test_after_the_end_of_a_document_a_line_begins_another(conversation, monkeypatch):
-    monkeypatch.setattr(inference.sampling, "draw", lambda *_: END_OF_TEXT)
-    _, contexts, _ = conversation(b"One\nTwo\n")
-    assert contexts == [encoded("One"), [*encoded("One"), END_OF_TEXT, *encoded("Two")]]
+    model = load_sampled_model(options("--bf16", "--log_dir", run_folder / "logs"))
+    assert model.lm_head.weight.dtype == torch.bfloat16

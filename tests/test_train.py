@@ -37,7 +37,7 @@ from runtime.errors import TrainingError, UserError
 from runtime.report import project_files
 from runtime.runlog import RunFolder
 from runtime.world import World
-from sample import SampleOptions, Sampler
+from sample import SampleOptions, load_sampled_model
 from summary import live_figures, summarize
 from tests.conftest import (
     ALONE,
@@ -671,7 +671,7 @@ def test_positions_that_are_never_trained_are_noted_by_the_run_and_by_what_uses_
         assert not tiny_config(**options).weight_notes()
     config = tiny_config(max_steps=1, val_fraction=0.2, seq_len=31)
     run(config)
-    Sampler(SampleOptions(run="train", log_dir=config.log_dir, device="cpu"), 1)
+    load_sampled_model(SampleOptions(run="train", log_dir=config.log_dir, device="cpu"))
     evaluate(EvaluateOptions(run="train", log_dir=config.log_dir, device="cpu"), ALONE)
     out, err = capsys.readouterr()
     noted = [*(out + err).splitlines(), *export("train", tmp_path / "out", config.log_dir)]
