@@ -78,7 +78,6 @@ class Evaluation:
         """
         config, known = self.config, self.figures[step]
         if is_due(config.eval_every, step, last) and "val_loss" not in known:
-            before = min(figures.get("val_loss", math.inf) for figures in self.figures.values())
             with self.autocast():
                 loss = validation_loss(
                     self.model,
@@ -91,8 +90,7 @@ class Evaluation:
             self._log(step, {"val_loss": loss})
             if self.reference and not self.world.rank:
                 tokens = step * config.tokens_per_step(self.world.world_size)
-                row = self.folder.last_row
-                if verdict := self.reference.judge(tokens, loss, before, config, row):
+                if verdict := self.reference.judge(tokens, loss):
                     self.folder.message(f"step {step}: {verdict}")
         return known.get("val_loss", math.inf)
 

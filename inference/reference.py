@@ -15,15 +15,10 @@ import numpy as np
 from config import PATH, Config, DataConfig, ModelConfig, OptimizationConfig
 from runtime.cli import CONFIG_DIR, load, show
 from runtime.errors import UserError, in_a_line
-from runtime.runlog import Row
 
 CURVES = CONFIG_DIR / "reference"
 # The options that affect learning, in the order of messages
 LEARNING = (*OptimizationConfig.model_fields, *DataConfig.model_fields, *ModelConfig.model_fields)
-# A loss that is this share of the way back to the untrained one: only token frequencies are learned
-UNIGRAM_SHARE = 0.25
-GAP = 1.0  # nats between training and validation loss: a larger gap suggests repeated tokens
-CLIPPED = 20  # a norm of this many times grad_clip leaves hardly anything of a gradient
 
 
 @dataclass(frozen=True)
@@ -72,13 +67,10 @@ class Reference:
             if value != usual and name not in irrelevant:
                 yield f"{name} {show(value)} instead of {show(usual)}"
 
-    def judge(
-        self, tokens: int, loss: float, before: float, config: Config, row: Row | None
-    ) -> str | None:
-        """Judge a validation loss: on track, or how far behind, with the likeliest causes.
+    def judge(self, tokens: int, loss: float) -> str | None:
+        """Judge a validation loss after `tokens`: on track, ahead, or how far behind.
 
-        `before`: the lowest validation loss so far; `row`: the log's last row. None outside the
-        curve's tokens.
+        None outside the curve's tokens.
         """
         if not self.tokens[0] <= tokens <= self.tokens[-1]:
             return None
@@ -90,24 +82,4 @@ class Reference:
             return f"on track: {behind:+.3f} from {usual}"
         if behind < 0:
             return f"ahead: {-behind:.3f} below {usual}; on the same corpus, do targets leak?"
-        row = row or {}
-        trained, norm = row.get("loss") or loss, row.get("norm") or 0.0
-        causes = dict.fromkeys(self.differences(config), True) | {
-            f"the training loss is only {trained:.2f}: are the same few tokens repeated?": (
-                loss - trained > GAP
-            ),
-            f"a gradient norm of {norm:.3g} is clipped to {config.grad_clip:g}": (
-                norm > CLIPPED * config.grad_clip > 0
-            ),
-            "the validation loss rises: a lower learning rate, or a longer warm-up": loss > before,
-            "little is learned beyond token frequencies: are targets the next tokens, are "
-            "positions in order, is the vocabulary the tokenizer's?": (
-                behind > UNIGRAM_SHARE * (self.losses[0] - expected)
-            ),
-            "the learning rate: try half of it, and twice": True,
-            "the text: another corpus or tokenizer has other losses": True,
-            "changes to the code: does the unchanged recipe follow the curve?": True,
-        }
-        first = [cause for cause, is_likely in causes.items() if is_likely][:3]
-        listed = "; ".join(f"({i}) {cause}" for i, cause in enumerate(first, start=1))
-        return f"behind: {behind:.3f} above {usual}. Look first at: {listed}"
+        return f"behind: {behind:.3f} above {usual}"

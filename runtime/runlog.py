@@ -64,7 +64,6 @@ class RunFolder:
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._trackers = Trackers(trackers if rank == 0 else ())
         self._extra_metrics: ExtraMetrics = lambda tokens_per_sec: {}
-        self.last_row: Row | None = None  # of log.csv, that this process has logged
         self._resumed_after = 0
         self._timed_from: tuple[int, float] | None = None  # a step, and when it was logged
         self._metric_columns: list[str] = []  # metrics.csv's, once this process has written it
@@ -205,12 +204,12 @@ class RunFolder:
             f"lr {figures['lr']:.2e} | norm {figures['norm']:.4f} | dt {figures['dt_ms']:.2f} ms | "
             f"{figures['tokens_per_sec']:,.0f} tokens/s{time_left}"
         )
-        self.last_row = {"step": step, **figures}
+        row = {"step": step, **figures}
         further = {name: figures[name] for name in figures if name not in LOG_COLUMNS}
         if self.rank == 0:
-            append_row(self.path / "log.csv", LOG_COLUMNS, self.last_row)
+            append_row(self.path / "log.csv", LOG_COLUMNS, row)
             if further and self._metric_columns:
-                append_row(self.path / "metrics.csv", self._metric_columns, self.last_row)
+                append_row(self.path / "metrics.csv", self._metric_columns, row)
             elif further:  # an earlier version of the code may have logged other figures
                 self._metric_columns = self._update("metrics.csv", step, further)
         extra = self._extra_metrics(figures["tokens_per_sec"])
