@@ -2,7 +2,7 @@
 download`.
 
 Prints the validation loss, perplexity and bits per byte, always over the same tokens, each exactly
-once, and HellaSwag scores. Under torchrun the ranks share the work.
+once, and the HellaSwag score. Under torchrun the ranks share the work.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ from config import GPT2_TOKENS, Config
 from data.hellaswag import download
 from data.prepare import prepare_if_missing
 from dataloader import TokenStream, open_corpus
-from inference.hellaswag import METRICS, read_questions, score
+from inference.hellaswag import read_questions, score
 from inference.sampling import encode
 from inference.validation import (
     bytes_per_target,
@@ -145,7 +145,7 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
         if options.hellaswag:
             scores = score(model, items, config.batch_size * config.block_size, world)
             results["hellaswag"] = {"file": str(file)} | scores
-            print_scores(scores)
+            print_score(scores)
     if report and not world.rank:
         write_json(report, results)
     return results
@@ -199,12 +199,13 @@ def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Resu
     return results
 
 
-def print_scores(scores: Results) -> None:
-    """Print HellaSwag's scores."""
-    print(f"HellaSwag, {scores['items']:,} items, each score with its 95% interval:")
-    for metric, meaning in METRICS.items():
-        share, (low, high) = scores[metric].values()
-        print(f"  {metric:<9}  {share:.4f}  ({low:.4f} to {high:.4f})  {meaning}")
+def print_score(scores: Results) -> None:
+    """Print HellaSwag's score."""
+    share, (low, high) = scores["acc_norm"].values()
+    print(
+        f"HellaSwag, {scores['items']:,} items: acc_norm {share:.4f} (95% interval {low:.4f} to "
+        f"{high:.4f})"
+    )
 
 
 def open_validation(

@@ -12,7 +12,6 @@ import sys
 if __name__ == "__main__":
     sys.path[0] += "/.."  # import from the repository, not from data/
 
-import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,26 +38,11 @@ class HellaswagOptions(Options):
 
 
 class Line(pydantic.BaseModel):
-    """A line of the file: a situation and its endings. build-nanogpt scores `ctx` and `endings`,
-    EleutherAI's harness `harness_context` and `harness_endings`.
-    """
+    """A line of the file: a situation and its endings."""
 
-    activity_label: str
-    ctx_a: str
-    ctx_b: str
     ctx: str
     endings: list[str] = pydantic.Field(min_length=ENDINGS, max_length=ENDINGS)
     label: Literal[0, 1, 2, 3, "0", "1", "2", "3"]  # the right ending; text in Hugging Face's copy
-
-    @property
-    def harness_context(self) -> str:
-        """The situation in the harness: the activity comes first."""
-        return clean(f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}")
-
-    @property
-    def harness_endings(self) -> list[str]:
-        """The endings in the harness."""
-        return [clean(ending) for ending in self.endings]
 
 
 class Row(NamedTuple):
@@ -107,38 +91,27 @@ def read_items(path: Path) -> list[Line]:
             problem = error.errors()[0]
             said = " ".join(map(str, (*problem["loc"], problem["msg"])))
             raise UserError(
-                f"{path}, line {number}: {said}; a line is a JSON object with activity_label, "
-                f"ctx_a, ctx_b, ctx, {ENDINGS} endings and the label of the right one, 0 to "
-                f"{ENDINGS - 1}, which the test split lacks"
+                f"{path}, line {number}: {said}; a line is a JSON object with ctx, {ENDINGS} "
+                f"endings and the label of the right one, 0 to {ENDINGS - 1}, which the test split "
+                "lacks"
             ) from None
     if not items:
         raise UserError(f"{path}: has no items")
     return items
 
 
-def clean(text: str) -> str:
-    """Remove the how-to articles' marks, such as [header], [title] and [step]."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-
 def rows_of(item: Line, block_size: int) -> list[Row]:
-    """Tokenize the endings: four rows in the harness's wording, then four in the file's own.
+    """Tokenize the situation with each ending, as build-nanogpt does.
 
     A text longer than the model's context loses its beginning.
     """
     encode = get_encoding().encode_ordinary
-    # The harness encodes context and ending together, and scores white space between them with the
-    # ending; build-nanogpt encodes them separately.
-    context, plain_context = item.harness_context + " ", encode(item.ctx)
-    before = len(encode(context.rstrip()))
-    harness = [encode(context + ending) for ending in item.harness_endings]
-    pairs = [(tokens[:before], tokens[before:]) for tokens in harness]
-    pairs += [(plain_context, encode(f" {ending}")) for ending in item.endings]
+    context = encode(item.ctx) or [END_OF_TEXT]  # a token to read before the first one to score
     rows = []
-    for read, ending in pairs:
-        # The model has to read a token before the first one to score.
-        tokens = (read or [END_OF_TEXT]) + ending
-        rows.append(Row(tuple(tokens[-block_size - 1 :]), min(len(ending), block_size)))
+    for ending in item.endings:
+        scored = encode(f" {ending}")
+        tokens = context + scored
+        rows.append(Row(tuple(tokens[-block_size - 1 :]), min(len(scored), block_size)))
     return rows
 
 

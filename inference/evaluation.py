@@ -13,7 +13,7 @@ from config import Config
 from data.hellaswag import default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream
-from inference.hellaswag import METRICS, read_questions, score
+from inference.hellaswag import read_questions, score
 from inference.reference import Reference
 from inference.sampling import Text, encode, grow, seeded
 from inference.validation import check_split, evaluating, validation_loss
@@ -97,13 +97,13 @@ class Evaluation:
     def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
         config, known = self.config, self.figures[step]
-        if is_due(config.hellaswag_every, step, last) and "hellaswag_acc" not in known:
+        if is_due(config.hellaswag_every, step, last) and "hellaswag_acc_norm" not in known:
             with self.autocast():
                 # A training step of the same number of tokens takes more memory.
                 scores = score(
                     self.model, self.items, config.batch_size * config.seq_len, self.world
                 )
-            self._log(step, {f"hellaswag_{name}": scores[name]["score"] for name in METRICS})
+            self._log(step, {"hellaswag_acc_norm": scores["acc_norm"]["score"]})
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         self.figures[step] |= figures
@@ -131,7 +131,7 @@ class Evaluation:
             self.folder.log_sample(step, text.string)
 
     def latest(self) -> dict[str, float | None]:
-        """Return the newest validation loss and HellaSwag scores, as summary.json has them."""
+        """Return the newest validation loss and HellaSwag score, as summary.json has them."""
         latest: dict[str, float | None] = {"val_loss": None}
         for figures in self.figures.values():  # in the order of steps
             latest |= figures

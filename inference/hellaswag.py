@@ -1,8 +1,7 @@
-"""Score a model on HellaSwag like EleutherAI's harness and like build-nanogpt."""
+"""Score a model on HellaSwag by the mean loss of each ending's tokens, like build-nanogpt."""
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.hellaswag import ENDINGS, Line, Row, read_items, rows_of
+from data.hellaswag import Line, Row, read_items, rows_of
 from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
 from runtime.world import World
 
-METRICS = {
-    "acc": "likeliest ending, in EleutherAI's harness",
-    "acc_norm": "likeliest per character, in EleutherAI's harness",
-    "acc_bytes": "likeliest per byte, in EleutherAI's harness",
-    "acc_token": "likeliest per token, in build-nanogpt",
-}
 Losses = dict[Row, float]  # in nats
 ANY_ROW = Row((0, 0), 1)
-EMPTY_LENGTH = 1e-9  # length of an empty ending: its loss per length is huge
 
 
 def read_questions(path: Path, world: World) -> list[Line]:
@@ -72,20 +64,9 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
-def choices(item: Line, rows: Sequence[Row], losses: Losses) -> dict[str, int]:
-    """Return the ending that each metric chooses, given the item's rows and all rows' losses.
-
-    The first one wins a tie. Metrics per length never choose an empty ending.
-    """
-    harness, plain = np.reshape([losses[row] for row in rows], (2, ENDINGS))
-    endings = item.harness_endings
-    per_unit = {
-        "acc": harness,
-        "acc_norm": harness / [len(ending) or EMPTY_LENGTH for ending in endings],
-        "acc_bytes": harness / [len(ending.encode()) or EMPTY_LENGTH for ending in endings],
-        "acc_token": plain / [row.scored for row in rows[ENDINGS:]],
-    }
-    return {metric: int(values.argmin()) for metric, values in per_unit.items()}
+def choose(rows: Sequence[Row], losses: Losses) -> int:
+    """Return the ending with the lowest mean loss of its tokens; the first one wins a tie."""
+    return int(np.argmin([losses[row] / row.scored for row in rows]))
 
 
 def interval(right: int, items: int) -> tuple[float, float]:
@@ -99,7 +80,7 @@ def interval(right: int, items: int) -> tuple[float, float]:
 def score(model: GPT, items: Sequence[Line], tokens_at_once: int, world: World) -> dict[str, Any]:
     """Score the model over the items of all ranks, which all have to call this.
 
-    Returns the number of items, and each metric's share of right items with its interval, in the
+    Returns the number of items, and the share of right ones, `acc_norm`, with its interval, in the
     format of evaluate.py's --json. `tokens_at_once`: see `ending_losses`. Raises TrainingError if a
     loss is not finite.
     """
@@ -109,13 +90,7 @@ def score(model: GPT, items: Sequence[Line], tokens_at_once: int, world: World) 
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"
         )
-    right = Counter(items=len(items))
-    for item, of_item in zip(items, rows, strict=True):
-        taken = choices(item, of_item, losses).items()
-        right.update(metric for metric, choice in taken if choice == int(item.label))
-    right = sum(world.gather(right), Counter[str]())
-    n = right["items"]
-    return {"items": n} | {
-        metric: {"score": right[metric] / n, "interval": interval(right[metric], n)}
-        for metric in METRICS
-    }
+    pairs = zip(items, rows, strict=True)
+    right = sum(choose(of_item, losses) == int(item.label) for item, of_item in pairs)
+    right, n = int(world.sum(right)), int(world.sum(len(items)))
+    return {"items": n, "acc_norm": {"score": right / n, "interval": interval(right, n)}}

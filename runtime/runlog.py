@@ -37,7 +37,12 @@ ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's 
 
 # step counts from 1; loss is in nats per token; norm is the gradient norm before clipping
 LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
-EVAL_COLUMNS = ("step", "val_loss")  # then one for each HellaSwag score of the run
+EVAL_COLUMNS = ("step", "val_loss")  # then hellaswag_acc_norm, if the run is scored
+# Names in eval.csv of an earlier version, whose acc_norm was per character: the name now
+OLD_SCORES = {
+    "hellaswag_acc_norm": "hellaswag_acc_chars",
+    "hellaswag_acc_token": "hellaswag_acc_norm",
+}
 COLUMNS = {"log.csv": LOG_COLUMNS, "eval.csv": EVAL_COLUMNS, "metrics.csv": ("step",)}
 FORMATS = {"step": ".0f", "dt_ms": ".3f", "tokens_per_sec": ".1f"}  # the rest keep all digits
 
@@ -338,6 +343,8 @@ def read_rows(path: Path, required: Sequence[str] = LOG_COLUMNS) -> dict[int, Ro
     complete = text[: text.rfind("\n") + 1]  # a kill may have torn the last line
     header, *lines = (complete or "\n").splitlines()
     names = header.split(",")
+    if "hellaswag_acc_token" in names:  # an earlier version had four scores
+        names = [OLD_SCORES.get(name, name) for name in names]
     if missing := [column for column in required if column not in names]:
         raise UserError(f"{path}: has no column {missing[0]}; a log has {','.join(required)}")
     rows: dict[int, Row] = {}

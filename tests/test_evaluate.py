@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 import data.hellaswag
 import evaluate
-from data.hellaswag import Line, Row, clean, download, read_items, rows_of
+from data.hellaswag import Row, download, read_items, rows_of
 from data.token_file import write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
-from inference.hellaswag import METRICS, choices, ending_losses, interval, read_questions, score
+from inference.hellaswag import choose, ending_losses, interval, read_questions, score
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError
@@ -44,12 +44,8 @@ def item(seed=0, **changes):
     def words(least, most):
         return " ".join(draw.choices(WORDS.split(), k=draw.randint(least, most)))
 
-    ctx_a, ctx_b = words(2, 20), words(1, 3) if seed % 2 else ""
     return {
-        "activity_label": words(1, 3),
-        "ctx_a": ctx_a,
-        "ctx_b": ctx_b,
-        "ctx": f"{ctx_a} {ctx_b}".strip(),
+        "ctx": words(2, 20),
         "endings": [words(1, 12) for _ in range(4)],
         "label": draw.randrange(4),
         "source_id": "x~y",
@@ -61,15 +57,15 @@ ODD = [
     item(
         101, endings=["a man sits", "a dog sits", "a man sits", "the dog sits"]
     ),  # tied lengths, and two that are the same
-    item(102, ctx_a=" ".join([WORDS] * 4)),  # far longer than the context
+    item(102, ctx=" ".join([WORDS] * 4)),  # far longer than the context
     item(103, endings=[" ".join([WORDS] * n) for n in (1, 2, 3, 4)]),  # the last of them too
     item(
         104,
-        ctx_a="日本語 😀 \u2028 naïve",
+        ctx="日本語 😀 \u2028 naïve",
         endings=["Ça va 😀😀😀", "café", "日本語日本語", "a\u0085b"],
     ),
-    item(105, activity_label="[a", ctx_a="b]", ctx_b=""),  # nothing is left of the context
-    item(106, ctx_a="It ends in a mark [step]"),  # and a space follows
+    item(105, ctx=""),
+    item(106, endings=["", "a", " ", "b"]),
 ]
 
 
@@ -111,14 +107,8 @@ def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file):
     ours, theirs, _ = pair
     encode, expected = get_encoding().encode_ordinary, []
     for values in map(json.loads, file.open(encoding="utf-8")):
-        query = clean(
-            f"{values['activity_label']}: {values['ctx_a']} {values['ctx_b'].capitalize()}"
-        )
-        start = len(encode(query.rstrip()))
-        wholes = [encode(f"{query} {clean(ending)}") for ending in values["endings"]]
-        texts = [(whole[:start] or [END_OF_TEXT], whole[start:]) for whole in wholes]
-        texts += [(encode(values["ctx"]), encode(f" {ending}")) for ending in values["endings"]]
-        expected += [their_loss(theirs, *text) for text in texts]
+        context = encode(values["ctx"]) or [END_OF_TEXT]
+        expected += [their_loss(theirs, context, encode(f" {end}")) for end in values["endings"]]
     for tokens_at_once in (1, 150, 100_000):
         losses = ending_losses(ours, rows_in(file), tokens_at_once, ALONE)
         assert [losses[row] for row in rows_in(file)] == pytest.approx(expected, abs=1e-4)
@@ -127,37 +117,11 @@ def test_losses_equal_those_of_transformers_whatever_the_batches(pair, file):
 # ---- scored texts
 
 
-def texts_of(row):
-    """Return a row's context and its ending."""
-    decode = get_encoding().decode
-    return decode(row.tokens[: -row.scored]), decode(row.tokens[-row.scored :])
-
-
-def test_a_text_is_worded_as_the_harness_and_as_build_nanogpt_word_it(tmp_path):
-    values = item(
-        activity_label="Baking [x]",
-        ctx_a=" [header] How to bake [title] Mix  flour. [step]",
-        ctx_b="tHE Dough",
-        endings=["rises [substeps] well.", " is  flat", "b", "c"],
-    )
-    values["ctx"] = "the file's own  words [step]"
-    (found,) = read_items(write_items(tmp_path / "items.jsonl", [values]))
-    assert found.harness_context == "Baking :  How to bake. Mix flour. The dough"
-    assert found.harness_endings == ["rises well.", "is flat", "b", "c"]
-    rows = rows_of(found, 1000)
-    assert texts_of(rows[0]) == (found.harness_context, " rises well.")
-    assert texts_of(rows[5]) == ("the file's own  words [step]", "  is  flat")
-
-
-def test_each_metric_divides_by_its_own_length_and_no_text_at_all_is_never_taken():
-    endings = ["日本", "doggy", "a longer one", ""]
-    rows = [Row((i,), scored) for i, scored in enumerate((9, 9, 9, 9, 6, 2, 3, 1))]
-    # sums: 6, 5, 18, 4; per character: 3, 1, 1.5; per byte: 1, 1, 1.5; per token of the plain text:
-    # 1.5, 2, 1, 9
-    losses = [6.0, 5.0, 18.0, 4.0, 9.0, 4.0, 3.0, 9.0]
-    expected = {"acc": 3, "acc_norm": 1, "acc_bytes": 0, "acc_token": 2}
-    losses_of = dict(zip(rows, losses, strict=True))
-    assert choices(Line(**item(endings=endings)), rows, losses_of) == expected
+def test_the_ending_with_the_lowest_mean_loss_is_chosen_and_of_two_the_first():
+    rows = [Row((i,), scored) for i, scored in enumerate((6, 1, 4, 4))]
+    # means: 1.5, 2, 1, 1
+    losses = dict(zip(rows, [9.0, 2.0, 4.0, 4.0], strict=True))
+    assert choose(rows, losses) == 2
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -184,7 +148,7 @@ def test_the_interval_is_wilsons():
     ("line", "said"),
     [
         (b"\xff\xfe{", "Invalid JSON"),
-        (b'{"ctx_a": "a"}', "activity_label Field required"),
+        (b'{"context": "a"}', "ctx Field required"),
         (json.dumps(item(endings=list("abcde"))).encode(), "endings List should have at most 4"),
         (json.dumps(item(label=4)).encode(), "label Input should be 0"),
     ],
@@ -230,7 +194,7 @@ def scored_config(tiny_config, tmp_path):
     return lambda **changes: tiny_config(**options | changes)
 
 
-COLUMNS = ["step", "val_loss", *(f"hellaswag_{metric}" for metric in METRICS)]
+COLUMNS = ["step", "val_loss", "hellaswag_acc_norm"]
 
 
 def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_config, capsys):
@@ -238,14 +202,28 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
     summary = train(config, ALONE)
     found = rows(config, "eval.csv")
     assert list(found[0]) == COLUMNS
-    steps = {name: [row["step"] for row in found if row[name]] for name in COLUMNS[1:3]}
-    assert steps == {"val_loss": [*"035"], "hellaswag_acc": [*"0245"]}
+    steps = {name: [row["step"] for row in found if row[name]] for name in COLUMNS[1:]}
+    assert steps == {"val_loss": [*"035"], "hellaswag_acc_norm": [*"0245"]}
     assert {name: summary[name] for name in COLUMNS[1:]} == {
         name: float(found[-1][name]) for name in COLUMNS[1:]
     }
-    acc = float(found[1]["hellaswag_acc"])
-    assert acc * 5 == pytest.approx(round(acc * 5))  # a share of the five items
-    assert f"step 2/5 | HellaSwag acc {acc:.4f} | HellaSwag acc_norm" in capsys.readouterr().out
+    share = float(found[1]["hellaswag_acc_norm"])
+    assert share * 5 == pytest.approx(round(share * 5))  # of the five items
+    assert f"step 2/5 | HellaSwag acc_norm {share:.4f}" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_the_scores_of_an_earlier_version_by_what_they_were(scored_config):
+    config = scored_config(max_steps=2)
+    train(config, ALONE)
+    scores = [f"hellaswag_acc{name}" for name in ("", "_norm", "_bytes", "_token")]
+    old = [["step", "val_loss", *scores], [0, "", 0.1, 0.2, 0.3, 0.4], [2, "", 0.1, 0.2, 0.3, 0.4]]
+    text = "".join(",".join(map(str, row)) + "\n" for row in old)
+    Path(config.log_dir, "train/eval.csv").write_text(text)
+    train(scored_config(max_steps=4, resume="auto"), ALONE)
+    found = rows(config, "eval.csv")
+    assert [row["hellaswag_acc_chars"] for row in found] == ["0.2", "0.2", ""]  # per character
+    assert [row["hellaswag_acc_norm"] for row in found[:2]] == ["0.4", "0.4"]  # per token, as now
+    assert found[2]["hellaswag_acc_norm"]
 
 
 def test_without_its_file_a_run_does_not_begin(scored_config):
@@ -256,7 +234,7 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
     path = Path(config.data_dir, "hellaswag/hellaswag_val.jsonl")
     path.parent.mkdir()
     write_items(path, [item()])
-    assert train(config, ALONE)["hellaswag_acc"] in (0, 1)
+    assert train(config, ALONE)["hellaswag_acc_norm"] in (0, 1)
 
 
 # ---- the command

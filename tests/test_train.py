@@ -469,8 +469,8 @@ SMALL = {
     "device": "cpu",
 }
 ITEM = (
-    '{"activity_label": "Roofing", "ctx_a": "A man is on a roof.", "ctx_b": "he", "label": 3, '
-    '"ctx": "A man is on a roof. he", "endings": ["falls.", "sings.", "eats.", "works."]}'
+    '{"ctx": "A man is on a roof. he", "label": 3, '
+    '"endings": ["falls.", "sings.", "eats.", "works."]}'
 )
 
 
