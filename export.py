@@ -60,44 +60,6 @@ It continues text; it was not trained to follow instructions, to answer question
 states what is false as readily as what is true, and repeats the views, biases and mistakes of its
 training text. Do not rely on it for facts, advice, or decisions about people.
 """
-TOKENIZER = """\
-{
-  "version": "1.0",
-  "added_tokens": [
-    {
-      "id": 50256,
-      "content": "<|endoftext|>",
-      "special": true,
-      "single_word": false,
-      "lstrip": false,
-      "rstrip": false,
-      "normalized": false
-    }
-  ],
-  "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
-  "post_processor": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
-  "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false},
-  "model": {"type": "BPE"}
-}
-"""
-TOKENIZER_CONFIG = """\
-{
-  "tokenizer_class": "GPT2Tokenizer",
-  "add_prefix_space": false,
-  "clean_up_tokenization_spaces": false,
-  "model_max_length": %d,
-  "bos_token": "<|endoftext|>",
-  "eos_token": "<|endoftext|>",
-  "unk_token": "<|endoftext|>"
-}
-"""
-GENERATION_CONFIG = """\
-{
-  "bos_token_id": 50256,
-  "eos_token_id": 50256,
-  "pad_token_id": 50256
-}
-"""
 HISTORY = """\
 It was trained from {c.init_from} on `{c.dataset}` (say here what it is, and its terms),
 for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). On the same number of
@@ -152,20 +114,15 @@ def public_name(source: str) -> str:
 
 def write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer for transformers. Raises UserError without its vocabulary."""
+    from transformers import GPT2Tokenizer
+
     places = find_vocabulary()
-    vocab = read_file_cached(places["encoder.json"]).decode()
-    merges = read_file_cached(places["vocab.bpe"]).decode()
-    tokenizer = json.loads(TOKENIZER)
-    # The first line of merges is the format's version.
-    tokenizer["model"] |= {"vocab": json.loads(vocab), "merges": merges.splitlines()[1:]}
-    for name, text in {
-        "vocab.json": vocab,
-        "merges.txt": merges,
-        "tokenizer.json": json.dumps(tokenizer, indent=2, ensure_ascii=False) + "\n",
-        "tokenizer_config.json": TOKENIZER_CONFIG % block_size,
-        "generation_config.json": GENERATION_CONFIG,
-    }.items():
-        write_atomic(folder / name, text)
+    vocab = json.loads(read_file_cached(places["encoder.json"]))
+    # The first line is the format's version.
+    lines = read_file_cached(places["vocab.bpe"]).decode().splitlines()[1:]
+    merges: list[Any] = [tuple(line.split(" ")) for line in lines]
+    tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size)
+    tokenizer.save_pretrained(folder)
 
 
 def main(options: ExportOptions) -> None:

@@ -1,9 +1,10 @@
 """Hugging Face's form of GPT-2: OpenAI's own weights, and what transformers writes and reads."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from checkpoint.files import (
     CheckpointError,
@@ -11,11 +12,9 @@ from checkpoint.files import (
     read_json,
     read_tensors,
     refusing,
-    write_tensors,
 )
 from config import ARCHITECTURE, Config
 from model import GPTConfig
-from runtime.files import write_atomic
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -109,11 +108,10 @@ def transpose_conv1d(weights: Tensors) -> Tensors:
 
 
 def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> None:
-    """Write config.json and model.safetensors as transformers writes its GPT2LMHeadModel.
+    """Write a folder that transformers loads, by its own GPT2LMHeadModel, without padding rows.
 
-    Padding rows are left out, a tied head is stored once. `weights`: a model's state_dict().
-    Raises CheckpointError for a model that GPT-2 in transformers cannot be, OSError if the folder
-    cannot be written.
+    `weights`: a model's state_dict(). Raises CheckpointError for a model that GPT-2 in transformers
+    cannot be, without transformers, and if the weights cannot be written; otherwise OSError.
     """
     if wrong := [
         f"{name} {getattr(config, name)}"
@@ -124,24 +122,22 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
         raise CheckpointError(
             f"the model has {', '.join(wrong)}, which GPT-2 in transformers cannot have"
         )
+    with refusing("transformers is missing: pip install -r requirements-track.txt", ImportError):
+        from transformers import GPT2Config, GPT2LMHeadModel
     end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
-    options = {
-        **REQUIRED,
-        "architectures": ["GPT2LMHeadModel"],
-        "dtype": "float32",
+    options = {name: getattr(config, ours) for name, ours in OPTIONS.items()} | {
+        "vocab_size": config.n_vocab,  # without the padding rows
         "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
-        "n_ctx": config.block_size,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
     }
-    options |= {name: getattr(config, ours) for name, ours in OPTIONS.items()}
-    options["vocab_size"] = config.n_vocab  # without the padding rows
-    write_atomic(folder / CONFIG, json.dumps(options, indent=2) + "\n")
+    model = GPT2LMHeadModel(GPT2Config(**options))
+    model.generation_config.pad_token_id = end_of_text
     theirs = transpose_conv1d(weights)
     for name in ("transformer.wte.weight", "lm_head.weight"):
         theirs[name] = theirs[name][: config.n_vocab]
-    if config.tie_weights:
-        del theirs["lm_head.weight"]
-    write_tensors(folder / WEIGHTS, theirs)
+    model.load_state_dict(theirs)
+    with refusing(f"{folder}: cannot be written", SafetensorError):
+        model.save_pretrained(folder)

@@ -67,7 +67,7 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        for place in [*unfinished.rglob("*/"), unfinished]:
+        for place in [*unfinished.rglob("*"), unfinished]:
             flush_to_disk(place)
         if replace and os.path.lexists(folder):  # True for a broken link too
             delete([folder])

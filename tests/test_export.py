@@ -5,16 +5,17 @@ build-nanogpt's .pt files.
 import dataclasses
 import json
 import logging
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-import checkpoint.files
 from checkpoint.weights import build_model, load_model
 from data.tokenizer import get_encoding
 from export import export, write_tokenizer
@@ -194,12 +195,12 @@ def test_gpt2_means_openais_weights_even_if_a_run_has_that_name_and_a_card_says_
 def test_an_export_that_fails_leaves_no_folder(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(max_steps=1)
     train(config, ALONE)
-
-    def full(*_, **__):
-        raise checkpoint.files.SafetensorError("No space left on device")
-
-    monkeypatch.setattr(checkpoint.files, "save_file", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    full = Mock(side_effect=SafetensorError("No space left on device"))
+    with monkeypatch.context() as disk, refused("cannot be written: .*No space left on device"):
+        disk.setattr("transformers.modeling_utils.safe_save_file", full)
+        exported(config)
+    with monkeypatch.context() as environment, refused("transformers is missing: pip install"):
+        environment.setitem(sys.modules, "transformers", None)
         exported(config)
     assert not list(tmp_path.glob("*out*"))
 
