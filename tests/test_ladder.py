@@ -32,6 +32,7 @@ from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
+from runtime.report import Estimate
 from runtime.runlog import LOG_COLUMNS
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
@@ -559,6 +560,14 @@ def test_a_stage_changes_neither_the_batch_nor_a_learning_rate_beside_anything_e
             assert changed <= BATCH, path
         elif changed & RATES and path.name not in OWN_RATES:
             assert changed <= RATES, path
+
+
+def test_runs_of_two_machines_have_no_ratio():
+    found = finished("baseline", "speedup1", "speedup2")
+    found[1].record.runs["speedup1"].summary.machine = "another"
+    baseline, other, again = ladder_report.rows_of(found)
+    assert (baseline["over_first"], again["over_first"]) == (Estimate(1.0), Estimate(1.0))
+    assert (other["over_base"], other["over_first"], again["over_base"]) == (None, None, None)
 
 
 def test_a_config_is_not_compared_with_itself():

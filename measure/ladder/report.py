@@ -210,7 +210,7 @@ def shortened(names: Sequence[str], most: int = 6) -> str:
 
 def rows_of(stages: Sequence[Stage]) -> list[Row]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
-    rows: dict[str, Row] = {}
+    rows, places = dict[str, Row](), dict[str, str]()
     for stage in stages:
         base = stage.base or stage
         run, result = stage.finished, stage.comparison
@@ -227,13 +227,19 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
             "base": base.name,
         }
         first, before = next(iter(rows.values())), rows.get(base.name)  # perhaps this row
-        over_base = Estimate(rate / before["tokens_per_sec"]) if before else None
-        over_first = Estimate(rate / first["tokens_per_sec"])
+        place = places[stage.name] = summary.place
+        # runs on two machines have no ratio
+        over_base = over_first = None
+        if before and places[base.name] == place:
+            over_base = Estimate(rate / before["tokens_per_sec"])
+        if places[first["stage"]] == place:
+            over_first = Estimate(rate / first["tokens_per_sec"])
         if result:
             over_base = result.ratio()
             # a product, if interleaved factors lead all the way from the first stage
-            if before and (before is first or before["over_first"].low):
-                over_first = product([before["over_first"], over_base])
+            to_base = before and before["over_first"]
+            if to_base and (before is first or to_base.low):
+                over_first = product([to_base, over_base])
         row |= {
             # interleaved, else of the tokens/s; None if the base has not run
             "over_base": over_base,
@@ -260,7 +266,7 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
 
 def total_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
     """Return a sentence on the last stage's speed over the first's; empty with one stage."""
-    if len(rows) < 2:
+    if len(rows) < 2 or rows[-1]["over_first"] is None:
         return ""
     first, last = rows[0], rows[-1]
     total, tokens = last["over_first"], [row["tokens_per_step"] for row in (first, last)]
