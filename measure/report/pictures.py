@@ -3,7 +3,7 @@
 import itertools
 import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +12,10 @@ from runtime.files import write_atomic
 from runtime.report import Estimate
 
 WIDTH, MARGIN = 800, 16
-COLOURS = 7  # in picture.svg
-DASHES = ("", "7 3", "2 3", "9 3 2 3")  # distinct in print too
 LEFT, RIGHT = 260, 545  # ends of the longest bar: its name and its figures are beside it
 BAR, LINE = 15, 17  # heights of a bar and of a line of text
 MOST_POINTS = 500  # of a curve
 Curve = dict[int, float]  # values by x, such as steps
-Legend = dict[str, dict[str, Any]]  # place, colour and dashes of each label
 
 
 class Scale(NamedTuple):
@@ -44,94 +41,51 @@ class Scale(NamedTuple):
         return [(self.at(n * step), f"{n * step:,.10g}") for n in numbers]
 
 
-def legend_of(labels: Sequence[str]) -> Legend:
-    """Place the entries of a legend in columns."""
+def legend_of(groups: Iterable[Iterable[str]]) -> dict[str, tuple[int, int, int]]:
+    """Return a number and a place for each label, in columns; picture.svg has the numbers' colours
+    and dashes.
+    """
+    labels = [*dict.fromkeys(itertools.chain(*groups))]
     column = 50 + 7 * max(map(len, labels))
     columns = max(1, (WIDTH - 2 * MARGIN) // column)
     return {
-        label: {
-            "colour": i % COLOURS,
-            "dash": DASHES[i % len(DASHES)],
-            "x": MARGIN + i % columns * column,
-            "y": 22 + i // columns * 20,
-        }
+        label: (i, MARGIN + i % columns * column, 22 + i // columns * 20)
         for i, label in enumerate(labels)
     }
 
 
-# ---- bars
-
-
-def draw_bars(
-    path: Path,
-    rows: Mapping[str, Mapping[str, Estimate]],
-    about: str = "",
-) -> None:
+def draw_bars(path: Path, rows: Mapping[str, Mapping[str, Estimate]], about: str = "") -> None:
     """Draw a group of factors as horizontal bars for each name, hollow without an interval.
 
     The key of a bar is its legend, the same in all groups. `about`: the machine and the date.
     """
-    legend = legend_of([*dict.fromkeys(itertools.chain(*rows.values()))])
-    longest = max(bar.ends[1] for bars in rows.values() for bar in bars.values())
-    scale = Scale(0.0, longest, LEFT, RIGHT)
-    top = bottom = max(entry["y"] for entry in legend.values()) + 24
+    legend = legend_of(rows.values())
+    top = bottom = max(y for _, _, y in legend.values()) + 24
     groups = []
     for name, bars in rows.items():
         lines = textwrap.wrap(name, 32)
         height = max(BAR * len(bars), LINE * len(lines))
         middle = bottom + height / 2
-        groups.append(
-            {
-                "name": name,
-                "lines": [*zip(lines, rows_around(middle, len(lines), LINE), strict=True)],
-                "bars": bars_of(bars, middle, legend, scale),
-            }
-        )
+        groups.append((name, centred(lines, middle, LINE), centred([*bars.items()], middle, BAR)))
         bottom += height + 10
+    longest = max(bar.ends[1] for bars in rows.values() for bar in bars.values())
     described = textwrap.wrap(about, 120)
     parts = {
         "width": WIDTH,
         "height": bottom + 48 + 16 * len(described),
-        "title": "factor of speed",
         "about": described,
         "legend": legend,
-        "ticks": scale.ticks,
+        "scale": Scale(0.0, longest, LEFT, RIGHT),
         "groups": groups,
-        "box": (LEFT, RIGHT, top - 4, bottom),
+        "ends": (top - 4, bottom),
     }
     write_atomic(path, render("bars.svg", parts))
 
 
-def rows_around(middle: float, count: int, size: float) -> list[float]:
-    """Return the middles of rows that are centred around `middle`."""
-    return [middle + size * (i - (count - 1) / 2) for i in range(count)]
-
-
-def bars_of(
-    bars: Mapping[str, Estimate],
-    middle: float,
-    legend: Legend,
-    scale: Scale,
-) -> list[dict[str, Any]]:
-    """Return the places of a group's bars and of their intervals, and their figures as text."""
-    places = []
-    for y, (label, bar) in zip(rows_around(middle, len(bars), BAR), bars.items(), strict=True):
-        low, high = bar.ends
-        places.append(
-            {
-                "legend": label,
-                "colour": legend[label]["colour"],
-                "y": y,
-                "width": round(scale.at(bar.value) - LEFT, 1),
-                "interval": (scale.at(low), scale.at(high)) if low < high else None,
-                "label": str(bar),
-                "label_x": scale.at(high) + 8,
-            }
-        )
-    return places
-
-
-# ---- curves
+def centred(items: Sequence[Any], middle: float, size: float) -> list[tuple[Any, float]]:
+    """Return each item with the middle of its row; the rows are centred around `middle`."""
+    first = middle - size * (len(items) - 1) / 2
+    return [(item, first + size * i) for i, item in enumerate(items)]
 
 
 def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Curve]]) -> None:
@@ -139,54 +93,28 @@ def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Curve]]) -> None:
 
     A label has the same colour and dashes in all panels.
     """
-    legend = legend_of([*dict.fromkeys(itertools.chain(*panels.values()))])
+    legend = legend_of(panels.values())
     columns = min(3, len(panels))
     width = (WIDTH - 2 * MARGIN) / columns
     height = max(140, width / 2)
-    top = max(entry["y"] for entry in legend.values()) + 30
-    drawn = list[dict[str, Any]]()
-    lower = 0.0
+    top = lower = max(y for _, _, y in legend.values()) + 30.0
+    drawn = []
     for i, (title, curves) in enumerate(panels.items()):
         row, column = divmod(i, columns)
-        left, upper = MARGIN + width * column, top + 26 + (height + 60) * row
-        lower = upper + height
-        box = left + 46, left + width - 8, upper, lower
-        drawn.append({"title": title, "box": box, **panel_of(curves, legend, box)})
-    parts = {
-        "width": WIDTH,
-        "height": lower + 48,
-        "top": top,
-        "title": f"{', '.join(panels)}: loss in nats per token",
-        "legend": legend,
-        "panels": drawn,
-    }
+        left, lower = MARGIN + width * column, top + 26 + (height + 60) * row + height
+        lines = {label: points for label in legend if (points := points_of(curves.get(label, {})))}
+        points = [*itertools.chain(*lines.values())]
+        across = Scale(*span([x for x, _ in points]), left + 46, left + width - 8)
+        up = Scale(*span([y for _, y in points]), lower, lower - height)
+        drawn.append((title, lines, across, up))
+    parts = {"width": WIDTH, "height": lower + 48, "top": top, "legend": legend, "panels": drawn}
     write_atomic(path, render("curves.svg", parts))
 
 
-def panel_of(
-    curves: Mapping[str, Curve],
-    legend: Legend,
-    box: tuple[float, float, float, float],
-) -> dict[str, Any]:
-    """Return the ticks and curves of a panel, whose box has the places left, right, upper, lower.
-
-    Values that are not finite are left out.
-    """
-    finite = {
-        label: {x: y for x, y in curve.items() if math.isfinite(y)}
-        for label, curve in curves.items()
-    }
-    left, right, upper, lower = box
-    across = Scale(*span([*itertools.chain(*finite.values())]), left, right)
-    up = Scale(*span([y for curve in finite.values() for y in curve.values()]), lower, upper)
-    lines = []
-    for label, entry in legend.items():
-        if points := [*finite.get(label, {}).items()]:
-            shown = [*points[: -1 : 1 + len(points) // MOST_POINTS], points[-1]]
-            places = [(across.at(x), up.at(y)) for x, y in shown]
-            last = f"{points[-1][1]:,.4g}"
-            lines.append({**entry, "label": label, "points": places, "last": last})
-    return {"x_ticks": across.ticks, "y_ticks": up.ticks, "lines": lines}
+def points_of(curve: Curve) -> list[tuple[int, float]]:
+    """Return the finite points of a curve: of a long one, some and the last."""
+    points = [(x, y) for x, y in curve.items() if math.isfinite(y)]
+    return [*points[: -1 : 1 + len(points) // MOST_POINTS], *points[-1:]]
 
 
 def span(values: Collection[float]) -> tuple[float, float]:
