@@ -107,7 +107,7 @@ def announce_long_run(config: Config, state: State, world: World, folder: RunFol
     if world.device.type == "cuda" or flops < 3e13:
         return
     rate = matmul_tflops(world.device, config.matmul_dtype)
-    shorter = "--max_steps 5, or --config quickstart.yaml; check.py --estimate computes the memory"
+    shorter = "--max_steps 5, or --config quickstart.yaml"
     folder.message(describe_duration(rate and flops / (rate * 1e12 * MFU), MFU, shorter))
 
 

@@ -10,7 +10,7 @@ from runtime.start import start
 if __name__ == "__main__":
     # Before torch is imported, which takes seconds: --help and mistakes answer at once.
     CHECK = "is a command of its own, with the same options: python check.py"
-    ELSEWHERE = {"check": CHECK, "estimate": CHECK}
+    ELSEWHERE = dict.fromkeys(("check", "estimate", "fit"), CHECK)
     CONFIG = start(Config, config_file=True, elsewhere=ELSEWHERE)
 
 import contextlib
@@ -126,8 +126,7 @@ def setup(
             fully_shard(block, **options)
         fully_shard(model, mesh=options["mesh"])  # last: parameters outside the blocks
     else:
-        if model.lm_head.weight.device.type != device.type:  # fake tensors cannot be moved
-            model.to(device)
+        model.to(device)
         # torch.compile fuses all operations between two matmuls into one kernel, so that data
         # passes through memory once, and takes Python out of the step. 300 -> 130 ms, the most
         # after TF32. HellaSwag, sampling and checkpoints use the plain module, which shares its

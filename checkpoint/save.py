@@ -70,13 +70,8 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     run.message(f"saved {saved.folder}")
 
 
-def check_disk(run: RunFolder, state: State, config: Config, world: World) -> None:
-    """Raise UserError if the disk has no room for one checkpoint of a run that is about to start.
-
-    All ranks have to call this.
-    """
-    if not config.keep_last:
-        return
+def checkpoint_bytes(state: State) -> int:
+    """Return the bytes of the tensors of a checkpoint. All ranks have to call this."""
     files = state.tensors()
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     if not files[OPTIMIZER]:  # the first step creates it
@@ -84,6 +79,17 @@ def check_disk(run: RunFolder, state: State, config: Config, world: World) -> No
         for optimizer in state.optimizers:
             averages = 2 if isinstance(optimizer, torch.optim.AdamW) else 1
             size += averages * sum(p.nbytes for g in optimizer.param_groups for p in g["params"])
+    return size
+
+
+def check_disk(run: RunFolder, state: State, config: Config, world: World) -> None:
+    """Raise UserError if the disk has no room for one checkpoint of a run that is about to start.
+
+    All ranks have to call this.
+    """
+    if not config.keep_last:
+        return
+    size = checkpoint_bytes(state)
 
     def check() -> None:
         place, room = run.path / "checkpoints", 0

@@ -99,10 +99,10 @@ def parse(
     """Read options from command-line arguments.
 
     `positional`: fields given without a flag, separated by spaces. `config_file`: take
-    `--config FILE` and `--print_config` too. `elsewhere`: messages for names that are no options
-    here. `others`: also take this class's flags; `options` must allow extra fields and gets them
-    unconverted, in `model_extra`. Raises ConfigError with one line for each mistake, and SystemExit
-    after `--help` and `--print_config`.
+    `--config FILE` and `--print_config` too; a field `config` gets the name of the file.
+    `elsewhere`: messages for names that are no options here. `others`: also take this class's
+    flags; `options` must allow extra fields and gets them unconverted, in `model_extra`. Raises
+    ConfigError with one line for each mistake, and SystemExit after `--help` and `--print_config`.
     """
     of_file = "[--config FILE]" if config_file else ""
     usage = ["%(prog)s", positional, of_file, "[--option VALUE ...]"]
@@ -126,8 +126,11 @@ def parse(
         if isinstance(value, list) and name not in positionals:  # commas are as good as spaces
             flags[name] = ",".join(value).split(",")
     print_config = flags.pop("print_config", False)
+    config = flags.pop("config", None) if config_file else None
+    if config and "config" in options.model_fields:
+        flags["config"] = config
     try:
-        values, origin = _load(options, flags, flags.pop("config", None) if config_file else None)
+        values, origin = _load(options, flags, config)
     except ConfigError as error:
         mistakes.append(str(error))
     if mistakes:

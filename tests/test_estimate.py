@@ -1,7 +1,7 @@
-"""The estimate of check.py: arithmetic, corpus, memory of real runs; no run is started."""
+"""The estimate of check.py, which takes no step, and the fit to a device, which does."""
 
-import contextlib
-import json
+import functools
+import math
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,42 +11,24 @@ import torch
 
 import summary
 from check import CheckOptions, main
-from checkpoint.state import State
 from config import load_config
 from measure.preflight import estimate as module
-from measure.preflight.estimate import (
-    Moment,
-    describe_disk,
-    describe_saving,
-    estimate,
-    largest_batch,
-    peak_bytes,
-    print_memory,
-    trace,
-)
-from model import GPT, GPTConfig
-from runtime.cli import load
-from runtime.world import World
+from measure.preflight import fit as fitting
+from measure.preflight.estimate import describe_disk, describe_saving, estimate
+from measure.preflight.fit import Fit, expected_mb, fit, micro_batches, take_steps
+from runtime.cli import load, parse
 from summary import announce_long_run
-from tests.conftest import ALONE, CPU, ROOT, flags, refused, run, run_from_nothing
+from tests.conftest import ALONE, ROOT, refused, run_from_nothing
 from train import train
-
-MB = 2**20
 
 
 def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, capsys, monkeypatch):
     places = {"data_dir": str(tmp_path), "log_dir": str(tmp_path / "a/b")}
     config = load_config("gpt2_124m", device="cpu", **places)
-    numbers = 124_475_904
-    at = Moment(4 * numbers, 4 * numbers, 8 * numbers, 0)
-    with torch.device("meta"):
-        model = GPT(GPTConfig.of(config))
-    traced = dict.fromkeys(("backward pass", "clipping", "update", "kept"), at)
-    monkeypatch.setattr(module, "trace", lambda *_: (model, traced))  # takes many seconds
     monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: 250.0)
     estimate(config, ALONE)
     out = capsys.readouterr().out
-    flops = 9_999_745_024 * (6 * (numbers - 1024 * 768) + 12 * 12 * 768 * 1024)
+    flops = 9_999_745_024 * (6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024)
     for line in (
         "gpt2_124m: 124,475,904 parameters, on 1 x cpu",
         "9,999,745,024 in 19,073 steps of 524,288",
@@ -56,8 +38,6 @@ def test_the_estimate_of_gpt2_124m_is_the_arithmetic_of_its_recipe(tmp_path, cap
         "at 50% MFU of the 250.00 TFLOP/s that a large matmul reaches here, in bfloat16",
         "measured runs had 9% to 82%, which would be 12 hours to 4 days",
         "1.49 GB a checkpoint, at most 5.97 GB for 3 at a time and the best one; ",
-        "memory:  of the process: 475 MB parameters, 475 MB gradients, 950 MB optimizer state, ",
-        "compiled: activations are counted as",
     ):
         assert line in out, line
     monkeypatch.setattr(module, "matmul_tflops", lambda *_, **__: None)  # never steady
@@ -75,10 +55,7 @@ def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_conf
     epochs = f"{60 * 4 * 32 / 3600:.2f} epochs of the 3,600 tokens of {config.data_dir}/tiny"
     assert f"{epochs}, which has 400 more" in out
     assert "\nloss to expect: 4.85 untrained (ln 128), 4.61 from token frequencies alone\n" in out
-    assert re.search(
-        r"\nbatch:   the largest batch_size that fits is [\d,]+, in the [\d,]+ MB", out
-    )
-    assert re.fullmatch(r"estimated peak: \d+ MB", out.splitlines()[-1])
+    assert re.search(r"^saving: ", out.splitlines()[-1])
     assert not Path(config.log_dir, "train").exists()
 
 
@@ -115,114 +92,6 @@ def test_a_long_run_says_how_long_it_takes(monkeypatch):
     assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
 
 
-# ---- memory
-
-
-def moments_of(config, ranks=1):
-    """The moments of a step, by name."""
-    return trace(config, World(CPU, world_size=ranks))[1]
-
-
-def test_all_tensors_of_a_checkpoint_are_counted_and_do_not_grow_with_the_batch(
-    tiny_config, monkeypatch
-):
-    config = tiny_config(n_layer=1)
-    before, real = moments_of(config), State.tensors
-    more = {"more.safetensors": {"numbers": torch.zeros(1000)}}
-    monkeypatch.setattr(State, "tensors", lambda state: real(state) | more)
-    for name, moment in moments_of(config).items():
-        assert moment.optimizer == before[name].optimizer + 4000
-        assert moment.activations == before[name].activations - 4000
-
-
-def test_on_a_gpu_an_update_that_is_not_fused_needs_room_for_another_copy_of_the_weights(
-    tiny_config, monkeypatch
-):
-    config = tiny_config(n_layer=1)
-    plain = moments_of(config)["update"].total()
-    real, on_gpu = module.update_as_real, World(torch.device("cuda"))
-    monkeypatch.setattr(
-        module, "update_as_real", lambda run: real(Mock(state=run.state, world=on_gpu))
-    )
-    assert moments_of(config)["update"].total() > plain
-
-
-def peak(config, ranks=1):
-    """The most bytes of tensors that a rank has at once."""
-    return max(moment.total() for moment in moments_of(config, ranks).values())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bf16": True, "flash": True, "total_batch_tokens": 256},
-        {"recompute": True},
-        {"loss_chunks": 4},
-        {"optimizer": "muon"},
-    ],
-    ids=str,
-)
-def test_fake_steps_take_what_real_ones_do(options, tiny_config, monkeypatch):
-    common = {"tie_weights": True, "fused_adamw": True, "grad_clip": 1.0, "n_layer": 1}
-    config = tiny_config(**common, **options)
-    fake = moments_of(config)
-    monkeypatch.setattr(module, "FakeTensorMode", contextlib.nullcontext)
-    for name, moment in moments_of(config).items():
-        assert fake[name] == pytest.approx(moment, rel=0.01), name
-        assert moment.total() > 0
-
-
-def test_what_saves_memory_is_estimated_to_save_it(tiny_config):
-    def most(ranks=1, **options):
-        common = {"tie_weights": True, "fused_adamw": True, "n_layer": 1}
-        return peak(tiny_config(**common, **options), ranks)
-
-    assert most(flash=True, batch_size=16) < most(batch_size=16)
-    large = {"n_embd": 256, "batch_size": 2}
-    ddp = most(2, **large)
-    assert most(4, fsdp=True, **large) < ddp
-    assert most(**large) < ddp, "which has buckets"
-
-
-def test_the_largest_batch_that_is_said_to_fit_is_the_largest_that_does(tiny_config):
-    config = tiny_config(tie_weights=True, fused_adamw=True, n_layer=1)
-
-    def takes(batch_size):
-        return peak_bytes(moments_of(config.model_copy(update={"batch_size": batch_size})), CPU)
-
-    moments = moments_of(config)
-    assert largest_batch(config, ALONE, moments, takes(40)) in range(38, 42)
-    assert largest_batch(config, ALONE, moments, 0) == 0
-    config = config.model_copy(update={"total_batch_tokens": 48 * config.seq_len})
-    assert largest_batch(config, ALONE, moments, takes(48) - MB / 4) == 24, "it divides the 48"
-
-
-def test_a_gpu_has_the_memory_that_is_free_once_the_timed_matmuls_are(
-    tiny_config, monkeypatch, capsys
-):
-    free = [100 * MB]
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1000 * MB))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], None))
-    moment = Moment(0, 0, 0, MB)
-    moments = dict.fromkeys(("kept", "clipping"), moment)
-    print_memory(tiny_config(batch_size=1), World(torch.device("cuda")), moments)
-    assert "largest batch_size that fits is 918, in the 950 MB" in capsys.readouterr().out
-
-
-def test_a_run_grows_by_what_was_estimated(tiny_config, tmp_path):
-    """Within a quarter, which half of ALLOCATOR, or one and a half times it, is not.
-
-    With the C library's caches the gaps between buffers vary by half from run to run.
-    """
-    sizes = {"n_embd": 128, "vocab_size": 50257, "seq_len": 128, "block_size": 128}
-    config = tiny_config(**sizes, max_steps=3, keep_last=0)
-    tunables = "glibc.malloc.tcache_count=0"
-    run("train.py", *flags(config), cwd=tmp_path, OMP_NUM_THREADS="1", GLIBC_TUNABLES=tunables)
-    summary = json.loads((tmp_path / "logs/train/summary.json").read_text())
-    estimated = peak_bytes(moments_of(config), CPU) / MB
-    assert summary["memory_growth_mb"] == pytest.approx(estimated, rel=0.25)
-
-
 def test_the_advice_on_saving_is_youngs():
     assert describe_saving(save=2.0, step=0.5) == (
         "saving:  2 s a checkpoint; best is one every 2.0 minutes with a failure an hour "
@@ -230,3 +99,108 @@ def test_the_advice_on_saving_is_youngs():
         "50% MFU"
     )
     assert "(checkpoint_every 1)," in describe_saving(save=0.001, step=60.0)
+
+
+# ---- the fit to a device
+
+
+def test_sizes_double_or_grow_more_and_divide_the_step():
+    assert [*micro_batches(16)] == [1, 2, 4, 8, 16]
+    assert [*micro_batches(6)] == [1, 2, 6]
+    assert [*micro_batches(75)] == [1, 3, 15, 75]
+    assert [*micro_batches(1)] == [1]
+
+
+def fit_with(found, *words):
+    """Call check.py --fit, where the tries of the sizes find this."""
+
+    def try_size(_, config):
+        rate_and_peak = found[config.batch_size]
+        if isinstance(rate_and_peak, str):
+            return None, rate_and_peak
+        return Fit(config.batch_size, *rate_and_peak, "NVIDIA H200"), ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "in_fresh_process", try_size)
+        patch.setattr(fitting, "available_memory", lambda: math.inf)
+        main(parse(CheckOptions, ["--fit", *words], config_file=True))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_fastest_size_that_fits_is_written_for_the_same_step(capsys):
+    Path("mine.yaml").write_text("base: gpt2_124m.yaml\nmax_steps: 1000\ndevice: cpu\n")
+    found = {1: (100.0, 10.0), 2: (524.288, 20.0), 4: (500.0, 30.0), 8: "out of memory"}
+    fit_with(found, "--config", "mine.yaml", "--betas", "0.9", "0.98")
+    out = capsys.readouterr().out
+    assert "batch_size 2: 524 tokens/s, 20 MB\n" in out
+    assert "batch_size 8: out of memory\nfastest: batch_size 2, 524 tokens/s, 20 MB at most" in out
+    assert "about 12 days" in out
+    assert "1.49 GB a checkpoint" in out
+    assert out.endswith("python train.py --config mine_fit.yaml\n")
+    text = Path("mine_fit.yaml").read_text()
+    for words in ("mine on NVIDIA H200", "524 tokens/s", "about 12 days", "1.49 GB a checkpoint"):
+        assert words in text
+    own = load_config("mine", betas=(0.9, 0.98), batch_size=2)
+    assert load_config("mine_fit") == own
+    with refused("mine_fit.yaml would be its own base"):
+        fit_with(found, "--config", "mine_fit.yaml")
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_without_a_config_file_the_fit_has_the_options_that_were_given():
+    fit_with({1: (1.0, 1.0)}, "--batch_size", "1", "--n_layer", "2", "--tf32", "--device", "cpu")
+    assert load_config("train_fit") == load_config(
+        batch_size=1, n_layer=2, tf32=True, device="cpu", total_batch_tokens=1024
+    )
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_if_nothing_fits_the_reason_is_the_error_and_nothing_is_written():
+    with refused("no step could be taken: batch_size 1: out of memory"):
+        fit_with({1: "out of memory"}, "--device", "cpu")
+    assert not Path("train_fit.yaml").exists()
+
+
+def test_a_fit_is_of_one_device(tiny_config, monkeypatch):
+    monkeypatch.setattr(fitting, "launch", lambda: Mock(by_torchrun=True))
+    with refused("start it without torchrun"):
+        fit(tiny_config(), None)
+
+
+def test_on_a_cpu_a_size_that_may_take_more_than_is_free_is_not_tried(tiny_config, monkeypatch):
+    assert expected_mb(1, [(0, 300.0)]) == 300
+    assert expected_mb(8, [(0, 300.0), (2, 400.0), (4, 600.0)]) == 1000
+    tried, peaks = [], {1: 400.0, 2: 600.0, 4: 1000.0}
+
+    def try_size(_, config):
+        tried.append(config.batch_size)
+        return Fit(config.batch_size, 1.0, peaks[config.batch_size], "cpu"), ""
+
+    monkeypatch.setattr(fitting, "in_fresh_process", try_size)
+    monkeypatch.setattr(fitting, "available_memory", lambda: 900 * module.MB)
+    found = fitting.measure_sizes(tiny_config(), 200.0)
+    assert [each.batch_size for each in found] == tried == [1, 2]
+
+
+@pytest.mark.usefixtures("forked_processes")
+def test_sizes_are_tried_by_real_steps_until_memory_runs_out(tiny_config, monkeypatch, capsys):
+    monkeypatch.setattr(fitting, "available_memory", lambda: math.inf)
+    monkeypatch.setattr(fitting, "micro_batches", lambda _: [2, 2**40])
+    config = tiny_config(total_batch_tokens=2**41 * 32)
+    (found,) = fitting.measure_sizes(config, 1.0)
+    assert found.batch_size == 2
+    assert found.tokens_per_sec > 0
+    assert found.peak_mb > 50
+    assert capsys.readouterr().out.endswith(f"batch_size {2**40}: out of memory\n")
+
+
+def test_steps_whose_gradients_overflow_do_not_count_as_tries(tiny_config, monkeypatch):
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    steps, real = [], fitting.take_step
+    monkeypatch.setattr(fitting, "take_step", lambda run: [steps.append(run), real(run)])
+    monkeypatch.setattr(fitting, "set_up_process", lambda *_: None)
+    take_steps(tiny_config(fp16=True))
+    state = steps[-1].state
+    assert len(steps) > 3
+    assert all(optimizer.state for optimizer in state.optimizers)

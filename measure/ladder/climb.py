@@ -229,11 +229,11 @@ def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> N
 
 
 def fit_together(base: Stage, stage: Stage, device: Device) -> bool:
-    """True if memory has room for both, or is not known. An ablation has no runs: estimate them."""
+    """True if memory has room for both, or the device does not report it.
+
+    False if a peak is not known: the stages of an ablation have no runs.
+    """
     if device.memory_mb is None:
         return True
     peaks = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
-    if len(peaks) < 2:
-        call = "measure.preflight.estimate:peaks_mb"
-        peaks = in_fresh_process(call, stage.sides)[0] or []
-    return HEADROOM * sum(peaks) <= device.memory_mb
+    return len(peaks) == 2 and HEADROOM * sum(peaks) <= device.memory_mb

@@ -47,8 +47,8 @@ SIZES = (Size(2, 2, 128, 8, 2), Size(4, 4, 256, 4, 2), Size(4, 12, 768, 1, 2))
 ON_GPU = Size(12, 12, 768, 1)
 MOST_BATCHES = 16
 # MiB on a GPU: BATCH_MB for the activations of one batch of baseline, the stage that needs the most
-# (counted by measure/preflight/estimate.py), and BESIDE_MB for the rest of two processes:
-# parameters, gradients, moments, CUDA contexts.
+# (counted), and BESIDE_MB for the rest of two processes: parameters, gradients, moments, CUDA
+# contexts.
 BATCH_MB, BESIDE_MB = 3_500, 5_000
 
 

@@ -2,7 +2,8 @@
 
 The operations of train_step are counted on fake tensors, which have shapes but no numbers. Each
 takes as long as the slowest of three: its arithmetic, its memory traffic, and its launch (the
-roofline model, Williams et al. 2009). docs/why.md does it by hand for one rung.
+roofline model, Williams et al. 2009). docs/why.md does it by hand for one rung. The private
+parts of PyTorch that fake tensors need are used in this file alone.
 """
 
 import itertools
@@ -19,10 +20,11 @@ from torch.utils.flop_counter import flop_registry
 
 from checkpoint.weights import adopt_architecture
 from config import Config
+from kernels.loss import summed_loss
 from measure.ladder.record import LIMITS, Device, Prediction
-from measure.preflight.estimate import Numberless, fake_run
 from runtime.device import choose_device, cpu_has, usable_precision
-from train import train_step
+from runtime.world import World
+from train import Run, setup, train_step
 
 # Besides matmuls and attention, torch.compile does not fuse these with their neighbours.
 UNFUSED = ("embedding", "_fused", "_foreach")
@@ -97,16 +99,51 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     return (value for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
+class Numberless(TorchDispatchMode):
+    """Let fake tensors be read as numbers, and run the chunked loss's own code on them.
+
+    Most operations only ask a fake tensor for its device: to answer at once saves a third of the
+    time.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if func is summed_loss._opoverload:
+            return summed_loss._init_fn(*args)  # its buffers count too
+        return func(*args, **(kwargs or {}))
+
+
 def count(config: Config, device: torch.device) -> list[Operation]:
     """Return the operations of a training step on one rank, without torch.compile."""
-    with FakeTensorMode(), device:
+    # Fresh weights of the same architecture take as much arithmetic and memory traffic.
+    config = config.with_options(compile=False, init_from="scratch")
+    mode = FakeTensorMode()
+    # nn.Module.to refuses tensors that something else refers to, such as this memo.
+    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
+    with mode, device:
         ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.long)
         with Numberless():
-            # its first step creates the optimizer's state
-            run = fake_run(config, device, itertools.repeat((ids, ids)))
+            run = setup(config, World(device), batches=itertools.repeat((ids, ids)))
+            update_as_real(run)
+            train_step(run, 1)  # creates the optimizer's state
         with Counter() as counter, Numberless():
             train_step(run, 2)
     return counter.operations
+
+
+def update_as_real(run: Run) -> None:
+    """Let a run on fake tensors update as a real one does.
+
+    A scaler may skip its updates, and for fake tensors PyTorch does not make its own choice on a
+    GPU: foreach, whose temporary tensors are as large as the weights.
+    """
+    run.state.scaler = torch.amp.GradScaler(enabled=False)
+    for optimizer in run.state.optimizers:
+        for group in optimizer.param_groups:
+            group["foreach"] = run.world.device.type == "cuda" and not group.get("fused")
 
 
 def fuse(operations: list[Operation]) -> list[Operation]:
