@@ -150,7 +150,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """What a factor's interval says: `no difference` within 0.95 to 1.05, `unclear` if it
+        """The verdict on a factor: `no difference` within 0.95 to 1.05, `unclear` if it
         contains 1 and is wider; empty if it leaves 1 out, or if there is none.
         """
         low, high = self.ends

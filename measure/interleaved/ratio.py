@@ -48,8 +48,8 @@ def product(factors: Sequence[Estimate]) -> Estimate:
 def means_over_seeds(groups: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
     """Return the mean of each group, a figure of one stage with several seeds, with its interval.
 
-    The interval is Student's with the variance pooled over the groups: three seeds say little about
-    their own variance, and the stages of a ladder have about the same. No interval if every group
+    The interval is Student's with the variance pooled over the groups: three seeds are too few to
+    estimate a variance, and the stages of a ladder have about the same. No interval if every group
     has one value.
     """
     means = {name: statistics.fmean(values) for name, values in groups.items()}
@@ -57,9 +57,9 @@ def means_over_seeds(groups: Mapping[str, Sequence[float]]) -> dict[str, Estimat
     freedom = len(squares) - len(groups)
     if freedom == 0:
         return {name: Estimate(mean) for name, mean in means.items()}
-    standard_error = math.sqrt(sum(squares) / freedom)  # of one value
+    deviation = math.sqrt(sum(squares) / freedom)
     half = {
-        name: student_t(freedom) * standard_error / math.sqrt(len(values))
+        name: student_t(freedom) * deviation / math.sqrt(len(values))
         for name, values in groups.items()
     }
     return {name: Estimate(m, m - half[name], m + half[name]) for name, m in means.items()}

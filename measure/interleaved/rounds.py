@@ -104,9 +104,9 @@ class Side:
     name: str
     command: Sequence[str]
     environment: dict[str, str]
-    turns: list[Turn] = field(default_factory=list)  # of all its processes
-    tokens_per_sec: list[float] = field(default_factory=list)  # of the turns that count
-    steps: int = 1  # of a turn that counts
+    turns: list[Turn] = field(default_factory=list)  # from all its processes
+    tokens_per_sec: list[float] = field(default_factory=list)  # one entry per turn that counts
+    steps: int = 1  # steps per turn that counts
     warm_up: int = LEFT_OUT  # turns of the process that are still to come and do not count
 
     def __enter__(self) -> "Side":

@@ -28,7 +28,7 @@ from runtime.start import cores
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
 # in the quick ladder's runs on two cores of an EPYC.
 START, COMPILE = 7.0, 8.0
-COLD_COMPILE = 120.0  # with an empty cache
+COLD_COMPILE = 120.0  # if the compile cache is empty
 # Seconds for which max-autotune searches for kernels on a GPU: speedup5_max_autotune on an H200
 SEARCH = 320.0
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little

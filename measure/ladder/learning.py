@@ -242,7 +242,7 @@ def report_learned_ablation(
 
     `stages`: all sides of the rungs.
     """
-    pairs = dict[str, tuple[list[Curve], list[Curve]]]()  # with all, and with all but it
+    pairs = dict[str, tuple[list[Curve], list[Curve]]]()  # losses with all, and with all but it
     for optimization, (rung,) in rungs.items():
         assert rung.base
         ours, without = losses_of(rung), losses_of(rung.base)

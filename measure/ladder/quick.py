@@ -25,7 +25,7 @@ class Size(NamedTuple):
     n_head: int
     n_embd: int
     shorter: int
-    batches: int = 1  # of TOKENS in a step
+    batches: int = 1  # a step has this many times TOKENS
 
     def changes(self, config: Config) -> dict[str, Any]:
         """Return the options that it changes in a stage's config."""

@@ -245,7 +245,7 @@ def rows_of(stages: Sequence[Stage]) -> list[Row]:
             "over_base": over_base,
             "rounds": result.rounds if result else 0,
             "published_over_base": published_factor(stage.published, base.published),
-            # published at one batch, so it says nothing of a stage with another batch than its base
+            # published at one batch: no factor for a stage with another batch than its base
             "a100_over_base": factor(
                 published(stage.file), published(base.file), "a100_tokens_per_sec"
             )

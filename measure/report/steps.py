@@ -22,7 +22,7 @@ class StepTime(NamedTuple):
 
 
 def draw_steps(path: Path, title: str, about: str, steps: Sequence[StepTime]) -> None:
-    """Write a bar for each stage: the time of a step, and outlined what the stage takes away."""
+    """Write a bar for each stage: the time of a step, and the saved time as an outline."""
     parts = {
         "width": WIDTH,
         "height": TOP + ROW * len(steps) + 8,
