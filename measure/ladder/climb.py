@@ -52,7 +52,8 @@ def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, devi
         of_runs = [run.config for run in runs]
         of_sides = 2 * [stage.config for stage in compared]
         processes = math.ceil(rounds / ROUNDS_OF_A_PROCESS)
-        started = [*of_runs, *(processes * of_sides)]
+        # the two sides of a comparison start beside each other
+        started = [*of_runs, *processes * [stage.config for stage in compared]]
         seconds = sum(START + COMPILE * config.compile for config in started)
         # runs with the same sizes of matmuls share a search
         searches = {
