@@ -904,6 +904,9 @@ def test_the_pages_of_a_small_model_name_what_ran():
     found = plan("speedup2", "speedup3", of_runs=["--batch_size=1"])
     assert card_of_stage(found[1]).title == "bf16 autocast", "both had a batch of 1"
     assert card_of_stage(plan("speedup2", "speedup3")[1]).title == "bf16 autocast, and a batch of 3"
+    (small,) = plan("baseline", of_runs=["--batch_size=4", "--n_layer=3", "--n_embd=48"])
+    # the YAML's batch_size of 2 is not the 2 in the model's name
+    assert card_of_stage(small).title == "GPT-2 (3 layers, width 48) in plain fp32"
     (whole,) = finished("baseline")
     ladder_report.report("ladder", [whole])
     assert "GPT-2 (124M) in plain fp32" in (LADDER / "report.html").read_text()

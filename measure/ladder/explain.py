@@ -63,7 +63,7 @@ def card_of_stage(stage: Stage) -> Card:
         here = json.dumps(ran.get(name, value)).strip('"')
         if here != value:
             yaml = yaml.replace(f"{name}: {value}", f"{name}: {here}  # in the YAML {value}")
-            title = re.sub(rf"\b{re.escape(value)}\b", here, title)
+            title = re.sub(rf"(?<!\S){re.escape(value)}(?!\S)", here, title)  # not in GPT-2
     return card._replace(title=title, yaml=yaml, ran=", ".join(what_ran(stage)))
 
 
