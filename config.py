@@ -308,7 +308,7 @@ class RunConfig(Options):
     """seconds after which a rank stops waiting for another one"""
 
 
-# Names of options in nanoGPT and transformers, and the text to write here
+# Names of options in nanoGPT, transformers and earlier versions, and the text to write here
 OTHER_NAMES = {
     "max_iters": "max_steps",
     "num_train_epochs": "max_steps; a run prints the batches of 1 epoch",
@@ -339,6 +339,7 @@ OTHER_NAMES = {
     "save_steps": "checkpoint_every",
     "save_total_limit": "keep_last",
     "wandb_log": "wandb",
+    "skip_spikes": "grad_clip, which handles spikes",
 }
 
 
