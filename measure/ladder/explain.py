@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from config import Config
 from measure.ladder.stages import ROOT, Stage, bases
 from measure.report.report import Card
 from runtime.cli import CONFIG_DIR, read_yaml_mapping
@@ -54,7 +55,7 @@ def card_of_stage(stage: Stage) -> Card:
     """Explain a stage over its base, with the values that ran in place of those in the YAML."""
     card = card_of(stage.name, file_with_effect(stage), (stage.base or stage).file)
     title, yaml, config = card.title, card.yaml, stage.config
-    if (config.n_layer, config.n_embd) != (12, 768):
+    if not is_124m(config):
         small = f"GPT-2 ({config.n_layer} layers, width {config.n_embd})"
         title = title.replace("GPT-2 (124M)", small)
     given = {re.sub("^--(no-)?|=.*", "", word) for word in stage.options}
@@ -65,6 +66,11 @@ def card_of_stage(stage: Stage) -> Card:
             yaml = yaml.replace(f"{name}: {value}", f"{name}: {here}  # in the YAML {value}")
             title = re.sub(rf"(?<!\S){re.escape(value)}(?!\S)", here, title)  # not in GPT-2
     return card._replace(title=title, yaml=yaml, ran=", ".join(what_ran(stage)))
+
+
+def is_124m(config: Config) -> bool:
+    """True if the model has the layers and the width of GPT-2 (124M)."""
+    return (config.n_layer, config.n_embd) == (12, 768)
 
 
 def file_with_effect(stage: Stage) -> Path:

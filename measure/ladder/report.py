@@ -12,7 +12,7 @@ from typing import Any
 from config import load_config
 from measure.interleaved.comparison import Comparison, Result
 from measure.interleaved.ratio import product
-from measure.ladder.explain import all_that_ran, card_of, card_of_stage
+from measure.ladder.explain import all_that_ran, card_of, card_of_stage, is_124m
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import (
     DIRTY,
@@ -308,8 +308,7 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     done = [(stage, stage.finished) for stage in stages if stage.finished]
     is_quick = ladder.endswith(SUFFIX)  # of another model than the published one
     name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
-    first = stages[0].config
-    small = ", with a small model" * (is_quick and (first.n_layer, first.n_embd) != (12, 768))
+    small = ", with a small model" * (is_quick and not is_124m(stages[0].config))
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
@@ -332,8 +331,8 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
             published.append(curve_of(label, losses, tokens, times, published=True))
     if panels:
         draw_panels(stages[0].record.folder / "loss.svg", panels)
-    draw_times(done, cards)
     rows, summaries = rows_of(stages), [run.summary for _, run in done]
+    draw_times(done, rows, cards)
     report_stages(
         stages,
         [*summaries, *filter(None, (stage.comparison for stage, _ in done))],
@@ -355,9 +354,11 @@ def report(ladder: str, stages: Sequence[Stage]) -> None:
     )
 
 
-def draw_times(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> None:
+def draw_times(
+    done: Sequence[tuple[Stage, Run]], rows: Sequence[Row], cards: Sequence[Card]
+) -> None:
     """Draw the milliseconds of a step in steps.svg, if every stage adds to the one before and all
-    take the same tokens a step.
+    take the same tokens a step. `rows` and `cards`: one per finished stage.
     """
     stages = [stage for stage, _ in done]
     follows = all(stage.base is before for before, stage in pairwise(stages))
@@ -370,7 +371,7 @@ def draw_times(done: Sequence[tuple[Stage, Run]], cards: Sequence[Card]) -> None
             row["over_base"] if row["stage"] != row["base"] else None,
             stage.published.ms_per_step,
         )
-        for stage, card, row in zip(stages, cards, rows_of(stages), strict=True)
+        for stage, card, row in zip(stages, cards, rows, strict=True)
     ]
     first, run = done[0]
     summary = run.summary
