@@ -24,7 +24,7 @@ WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no
 GRAPHS_RECORDED = 3  # passes before CUDA graphs run: the first compiles, the next two record
 
 
-class Rung(NamedTuple):
+class Optimization(NamedTuple):
     """Mark an option as an optimization. It is on if its value is not the default.
 
     A run lists the ones that are on at its start; `ladder.py --ablate` switches them off.
@@ -34,8 +34,8 @@ class Rung(NamedTuple):
     listed: bool = False  # part of the published ladders: a run lists it if it is off, too
 
 
-RUNG = Rung()
-LISTED = Rung(listed=True)
+OPTIMIZATION = Optimization()
+LISTED = Optimization(listed=True)
 
 
 class Needs(NamedTuple):
@@ -60,9 +60,9 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # steps, seconds
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
-RateOfKind = Annotated[Rate | None, RUNG]  # of one kind of parameters
+RateOfKind = Annotated[Rate | None, OPTIMIZATION]  # of one kind of parameters
 Shape = Annotated[Size, ARCHITECTURE]
-Switch = Annotated[bool, RUNG]
+Switch = Annotated[bool, OPTIMIZATION]
 ModelSwitch = Annotated[Switch, ARCHITECTURE]
 ListedSwitch = Annotated[bool, LISTED]
 
@@ -80,7 +80,7 @@ class ModelConfig(Options):
     """longest context, in tokens, and without rope the number of learned positions; if it is
     smaller than in init_from, the first positions are kept
     """
-    vocab_size: Annotated[Size, Rung("padded vocabulary", listed=True), FIXED] = GPT2_TOKENS
+    vocab_size: Annotated[Size, Optimization("padded vocabulary", listed=True), FIXED] = GPT2_TOKENS
     """rows of the embedding and of the output head; 50304 pads GPT-2's 50257 to a multiple of 128,
     which is faster
     """
@@ -92,11 +92,13 @@ class ModelConfig(Options):
     """biases in linear layers and norms"""
     dropout: Fraction = 0.0
     """dropout probability"""
-    norm: Annotated[Literal["layernorm", "rmsnorm"], RUNG, ARCHITECTURE] = "layernorm"
+    norm: Annotated[Literal["layernorm", "rmsnorm"], OPTIMIZATION, ARCHITECTURE] = "layernorm"
     """normalization before attention, MLP and output head"""
     norm_weight: Annotated[bool, Needs("norm", ("rmsnorm",)), ARCHITECTURE] = True
     """learned weights in norms"""
-    activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], RUNG, ARCHITECTURE] = "gelu_tanh"
+    activation: Annotated[Literal["gelu_tanh", "gelu", "relu2"], OPTIMIZATION, ARCHITECTURE] = (
+        "gelu_tanh"
+    )
     """the MLP's activation; GPT-2 has the tanh approximation; relu2: relu(x)^2"""
     rope: ModelSwitch = False
     """rotary positions: rotate queries and keys by their position, instead of learned positions"""
@@ -106,11 +108,11 @@ class ModelConfig(Options):
     """mix the first layer's values into the values of each later layer, by a learned share"""
     embed_shortcut: ModelSwitch = False
     """normalize the embedded tokens, and add a learned share of them before every block"""
-    logit_softcap: Annotated[NotNegative, RUNG, ARCHITECTURE] = 0.0
+    logit_softcap: Annotated[NotNegative, OPTIMIZATION, ARCHITECTURE] = 0.0
     """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
     tie_weights: ModelSwitch = False
     """share one matrix between the token embedding and the output head"""
-    init: Annotated[Literal["torch", "gpt2"], RUNG, FROM_SCRATCH, INITIAL] = "torch"
+    init: Annotated[Literal["torch", "gpt2"], OPTIMIZATION, FROM_SCRATCH, INITIAL] = "torch"
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
     residual_scaling: Annotated[Switch, FROM_SCRATCH, INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
@@ -159,7 +161,7 @@ EXCLUDED_BY = {
 class OptimizationConfig(Options):
     """optimization"""
 
-    optimizer: Annotated[Literal["adamw", "muon"], RUNG, FIXED] = "adamw"
+    optimizer: Annotated[Literal["adamw", "muon"], OPTIMIZATION, FIXED] = "adamw"
     """adamw, or muon for the matrices inside the blocks with adamw for the rest"""
     lr: Rate = 3e-4
     """learning rate (its peak, with a schedule)"""
@@ -171,7 +173,7 @@ class OptimizationConfig(Options):
     """learning rate of biases, norms' weights and learned shares (default: lr)"""
     min_lr: Annotated[NotNegative | None, Needs("lr_schedule", ("cosine", "wsd"))] = None
     """learning rate at the end of a decaying schedule (default: lr / 10)"""
-    warmup_steps: Annotated[ZeroIsOff, RUNG] = 0
+    warmup_steps: Annotated[ZeroIsOff, OPTIMIZATION] = 0
     """steps of linear warm-up; the last of them has the peak rate"""
     lr_schedule: Annotated[Literal["constant", "cosine", "wsd"], LISTED] = "constant"
     """after the warm-up: constant, cosine decay, or wsd (warmup-stable-decay: constant, then linear
@@ -208,7 +210,7 @@ class OptimizationConfig(Options):
 class SpeedConfig(Options):
     """speed and memory (off by default but retain_memory and, on CPUs, recompute_cheap)"""
 
-    matmul_precision: Annotated[Literal["highest", "high", "medium"], RUNG] = "highest"
+    matmul_precision: Annotated[Literal["highest", "high", "medium"], OPTIMIZATION] = "highest"
     """precision of fp32 matmuls: highest (fp32), high (TF32, on NVIDIA GPUs since Ampere), medium
     (on CPUs with bf16 instructions: by oneDNN, with inputs rounded to bf16 if there is AMX)
     """
@@ -222,7 +224,7 @@ class SpeedConfig(Options):
     """torch.compile the model"""
     compile_mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
-        RUNG,
+        OPTIMIZATION,
         Needs("compile"),
     ] = "default"
     """mode of torch.compile"""
@@ -236,7 +238,7 @@ class SpeedConfig(Options):
     """activation checkpointing: recompute each block in the backward pass; less memory, more
     arithmetic
     """
-    recompute_cheap: Annotated[bool | None, RUNG, Needs("compile")] = None
+    recompute_cheap: Annotated[bool | None, OPTIMIZATION, Needs("compile")] = None
     """with compile: recompute norms, GELU, casts and residual sums in the backward pass to save
     memory (default: on for CPUs, at no cost in time)
     """
@@ -246,7 +248,7 @@ class SpeedConfig(Options):
     """on a CPU with glibc: retain freed memory for the next buffers, which the system would zero
     again
     """
-    loss_chunks: Annotated[Count, RUNG] = 1
+    loss_chunks: Annotated[Count, OPTIMIZATION] = 1
     """chunked cross-entropy: compute the loss in this many parts, so that the logits of all tokens
     are never in memory at once; 8 saves most of their memory
     """
@@ -520,7 +522,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         """List the optimizations that are on and have an effect."""
         return [
             name
-            for name in self.names_marked(Rung)
+            for name in self.names_marked(Optimization)
             if getattr(self, name) not in (self.off_value(name), False) and not self.lacks(name)
         ]
 
@@ -529,12 +531,12 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         ladders' optimizations that are off.
         """
         are_on, on, off = self.optimizations_on(), [], []
-        for name in self.names_marked(Rung):
-            value, (rung,) = getattr(self, name), self.marks(name, Rung)
-            label = rung.label or name
+        for name in self.names_marked(Optimization):
+            value, (mark,) = getattr(self, name), self.marks(name, Optimization)
+            label = mark.label or name
             if name in are_on:
                 on.append(label if value is True else f"{label} {show(value)}")
-            elif rung.listed:
+            elif mark.listed:
                 off.append(label)
         (on if world_size > 1 else off).append("several ranks")
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"

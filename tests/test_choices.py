@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 import torch
 
-from config import THIS_CALL, Config, Needs, Rung
+from config import THIS_CALL, Config, Needs, Optimization
 from measure.preflight import estimate
 from measure.preflight.checks import check
 from runtime.cli import ConfigError, _value_type, load
@@ -46,7 +46,7 @@ def choices(options):
         kind, values = _value_type(field), tuple[object, ...]()
         if get_origin(kind) is Literal and not options.marks(name, THIS_CALL):
             values = get_args(kind)
-        elif options.marks(name, Rung):
+        elif options.marks(name, Optimization):
             values = (value_on(options, name),)
         needed = {
             needs.name: needs.values[0] if needs.values else value_on(options, needs.name)

@@ -45,7 +45,7 @@ def ladder(tmp_path_factory):
 def test_every_number_on_the_page_is_that_of_the_results(ladder):
     page = (ladder / "report.html").read_text()
     rows = table(ladder / "results.csv")
-    assert re.findall(r'<article id="rung-(\w+)"', page) == SPEEDUP
+    assert re.findall(r'<article id="stage-(\w+)"', page) == SPEEDUP
     for name, article in zip(SPEEDUP, page.split("<article ")[1:], strict=True):
         shown = [float(value) for value in re.findall(r'<data [^>]*value="([^"]*)"', article)]
         has = {column for column, text in rows[name].items() if text} - {"stage", "base"}
@@ -66,7 +66,7 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
 def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder):
     page = (ladder / "report.html").read_text()
     rows = table(ladder / "results.csv")
-    shown = re.findall(r'<a class="row" href="#rung-(\w+)">(.*?)</a>', page, re.DOTALL)
+    shown = re.findall(r'<a class="row" href="#stage-(\w+)">(.*?)</a>', page, re.DOTALL)
     assert [name for name, _ in shown] == SPEEDUP
     places = []  # value and position of all ends and marks
     for name, line in shown:
@@ -105,8 +105,8 @@ def test_reports_without_a_ladder_have_the_view_too(tmp_path):
     places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
     assert len(places) >= 3
     assert all(0 < place < 100 for place in places)
-    assert 'href="#rung-a%20peer%27s"' in page
-    assert 'id="rung-a peer&#39;s"' in page
+    assert 'href="#stage-a%20peer%27s"' in page
+    assert 'id="stage-a peer&#39;s"' in page
 
 
 def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
@@ -218,13 +218,13 @@ def test_a_browser_shows_it_and_it_answers(tab, ladder):
     tab.get_by_role("button", name="over seconds").press("Enter")
     assert tab.get_by_role("button", name="over seconds").get_attribute("aria-pressed") == "true"
     tab.get_by_role("button", name="Guess first").click()
-    figures, view = tab.locator("#rung-speedup2 .figures"), tab.locator("a.row .factor data")
+    figures, view = tab.locator("#stage-speedup2 .figures"), tab.locator("a.row .factor data")
     assert not figures.is_visible()
     assert view.evaluate_all(VISIBLE) == 0
-    tab.locator("#rung-speedup2 .guess-button").click()
+    tab.locator("#stage-speedup2 .guess-button").click()
     assert figures.is_visible()
     assert view.evaluate_all(VISIBLE) == 1
-    assert not tab.locator("#rung-speedup3 .figures").is_visible()
+    assert not tab.locator("#stage-speedup3 .figures").is_visible()
 
 
 def test_the_view_leads_to_the_cards(tab, ladder):
@@ -235,7 +235,7 @@ def test_the_view_leads_to_the_cards(tab, ladder):
     assert shown.count("a <made-up> machine") == 1
     assert "733cfaa" not in shown  # the commit
     tab.locator("a.row").nth(3).click(position={"x": 3, "y": 3})
-    card = tab.locator(f"#rung-{SPEEDUP[3]}")
+    card = tab.locator(f"#stage-{SPEEDUP[3]}")
     assert card.evaluate("card => card.matches(':target')")
     code = card.locator("pre").all_inner_texts()
     assert any("bf16: true" in text for text in code)
