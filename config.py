@@ -353,7 +353,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
     def mistakes(self, given: Collection[str], world_size: int) -> Iterator[tuple[str, str]]:
         """Yield wrong names and options that exclude each other, as `Options.mistakes` says."""
         yield from self._wrong_names("run_name" in given)
-        # With `resume`, all other options are the checkpoint's: checkpoint/resume.py merges the
+        # With `resume`, all other options are the checkpoint's: run/start.py merges the
         # two and validates the result.
         if self.resume is None:
             yield from self._contradictions(world_size)

@@ -58,8 +58,7 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint.resume import check_same_tokens
-from checkpoint.state import SavedState
+from checkpoint.saved import SavedState
 from checkpoint.weights import find_weights, read_weights
 from config import GPT2_TOKENS, Config
 from data.hellaswag import download
@@ -74,6 +73,7 @@ from inference.validation import (
     validation_loss,
 )
 from model import GPT, GPTConfig
+from run.start import check_same_tokens
 from runtime.device import (
     check_precision,
     choose_device,

@@ -32,7 +32,8 @@ from typing import Any
 from tiktoken.load import read_file_cached
 
 from checkpoint.hugging_face import write_hugging_face
-from checkpoint.weights import read_weights, run_and_checkpoint
+from checkpoint.names import run_and_checkpoint
+from checkpoint.weights import read_weights
 from config import PATH, Config
 from data.tokenizer import END_OF_TEXT, find_vocabulary
 from runtime.files import atomic_folder, sole_writer, write_atomic

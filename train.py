@@ -25,15 +25,18 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint.resume import find_checkpoint, is_finished, open_run, restore
-from checkpoint.save import check_disk, emergency_save, log_steps, save, save_if_best
-from checkpoint.state import Figures, SavedState, State
+from checkpoint.saved import SavedState
 from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
-from inference.evaluation import Evaluation, is_due
-from inference.expected import ExpectedLosses
 from optimizer import clip_gradients, describe_rate_change, learning_rate, make_optimizers
+from run.evaluation import Evaluation, is_due
+from run.expected import ExpectedLosses
+from run.log import RunFolder
+from run.save import check_disk, emergency_save, log_steps, save, save_if_best
+from run.start import find_checkpoint, is_finished, open_run, restore
+from run.state import Figures, State
+from run.summary import announce_long_run, describe_options, live_figures, summarize
 from runtime.clock import mark_time
 from runtime.device import (
     choose_device,
@@ -45,11 +48,9 @@ from runtime.device import (
     usable_precision,
 )
 from runtime.errors import TrainingError, reported
-from runtime.runlog import RunFolder
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import return_freed_memory
 from runtime.world import World, joined_world, no_sync
-from summary import announce_long_run, describe_options, live_figures, summarize
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -131,7 +132,7 @@ def setup(
         # passes through memory once, and takes Python out of the step. 300 -> 130 ms, the most
         # after TF32. HellaSwag, sampling and checkpoints use the plain module, which shares its
         # weights: nothing is recompiled for their shapes, and names stay plain. The validation loss
-        # has its own graph (inference/evaluation.py).
+        # has its own graph (run/evaluation.py).
         if config.compile:
             trained = torch.compile(model, mode=acting.compile_mode)
         # DDP: each rank computes its share of the batch. Gradients are averaged over the ranks,

@@ -1,4 +1,4 @@
-"""Save a run, resume it bit for bit, and read weights of runs, Hugging Face and nanoGPT.
+"""What is on disk: checkpoints of runs, and weights of Hugging Face and nanoGPT.
 
 A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever unpickled:
 
@@ -9,7 +9,7 @@ A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever
 - `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
 
 The files are the same with FSDP and without, for any number of ranks. The state of a run is
-listed in state.py: further tensors are one more entry in `State.tensors`, with their own file.
+listed in run/state.py: further tensors are one more entry in `State.tensors`, with their own file.
 
 A checkpoint is written under another name, flushed to disk and renamed: it is complete or absent.
 """

@@ -1,15 +1,12 @@
 """The model of a run: fresh, or with weights of a run, of Hugging Face or of nanoGPT."""
 
-import os
-import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint.files import MODEL, STATE, SUMS, CheckpointError, Tensors, read_tensors, refusing
+from checkpoint.files import MODEL, STATE, CheckpointError, Tensors, read_tensors, refusing
 from checkpoint.hugging_face import (
     CONFIG,
     HUGGING_FACE,
@@ -17,11 +14,11 @@ from checkpoint.hugging_face import (
     read_hugging_face,
     with_our_names,
 )
-from checkpoint.state import SavedState, read_state
+from checkpoint.names import all_checkpoints, find_folder
+from checkpoint.saved import SavedState, read_state
 from config import ARCHITECTURE, GPT2_TOKENS, Config
 from model import GPT, GPTConfig
 from runtime.cli import ConfigError, load
-from runtime.runlog import all_checkpoints
 
 
 class Weights(NamedTuple):
@@ -52,7 +49,7 @@ def adopt_architecture(config: Config) -> Config:
 
 def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
     """Build the model, fresh or with the weights of `init_from`, unless the run resumes: then
-    `checkpoint.resume.restore` loads its weights.
+    `run.start.restore` loads its weights.
 
     Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
     CheckpointError for weights that cannot be loaded, ConfigError for options that contradict them.
@@ -126,32 +123,6 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
 
 
 # ---- finding and reading
-
-
-def find_folder(name: str, log_dir: str) -> Path:
-    """Return the run called `name` in `log_dir`; without such a folder, `name` itself as a path.
-
-    Raises CheckpointError for a file of a checkpoint.
-    """
-    path = Path(log_dir) / name
-    if path.is_dir():
-        return path
-    path = Path(name)
-    if path.is_file() and (path.suffix in (".safetensors", ".json") or path.name == SUMS):
-        folder = shlex.quote(str(path.absolute().parent))
-        raise CheckpointError(f"{name}: is only a file of a checkpoint; give its folder, {folder}")
-    return path
-
-
-def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
-    """Return the run's folder, and the checkpoint if the path names one.
-
-    `path`: a run's folder, or a checkpoint in its checkpoints/.
-    """
-    # Not resolved: checkpoints/ may be a link to a larger disk, and the run's folder has the link.
-    path = Path(os.path.abspath(path))
-    is_checkpoint = re.fullmatch(r"(best|step)_\d+", path.name)
-    return (path.parent.parent, path) if is_checkpoint else (path, None)
 
 
 def find_weights(source: str, log_dir: str) -> Path:

@@ -16,6 +16,7 @@ from measure.interleaved.side import without_end
 from measure.report.report import Row
 from measure.report.tables import markdown_table
 from model import GPT, Block
+from run.summary import mfu
 from runtime.device import (
     choose_device,
     device_name,
@@ -27,7 +28,6 @@ from runtime.device import (
 )
 from runtime.start import retain_freed_memory
 from runtime.world import World
-from summary import mfu
 from train import Run, setup, train_step
 
 # Share of a training step's FLOPs: the backward pass has two matmuls for each of the forward pass.

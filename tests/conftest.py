@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 import torch
 
-import summary
+import run.summary as run_summary
 from checkpoint.files import STATE, read_json
+from checkpoint.names import all_checkpoints
 from checkpoint.weights import load_model
 from config import Config, load_config
 from data.token_file import TokenFile, write_corpus
@@ -36,7 +37,6 @@ from runtime import errors
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.runlog import all_checkpoints
 from runtime.start import cores
 from runtime.world import World
 
@@ -92,8 +92,8 @@ torch.set_num_threads(1)
 
 # Every run asks git for its commit, as long as two steps, and then measures the matmul rate, longer
 # than all its steps; check.py measures it too. One run in test_cli.py does both for real.
-summary.git_commit = functools.cache(summary.git_commit)
-summary.matmul_tflops = estimate.matmul_tflops = lambda *_, **__: 1.0
+run_summary.git_commit = functools.cache(run_summary.git_commit)
+run_summary.matmul_tflops = estimate.matmul_tflops = lambda *_, **__: 1.0
 
 
 # half of the time; begun first, so that at the end of several workers' tests none waits for a long

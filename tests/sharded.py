@@ -13,10 +13,10 @@ import torch
 import checkpoint.save
 import inference.sampling
 from checkpoint.files import gather_whole, own_part
-from checkpoint.resume import find_checkpoint
 from config import Config, load_config
 from data.tokenizer import END_OF_TEXT
 from model import Block, Transformer
+from run.start import find_checkpoint
 from runtime.errors import reported
 from runtime.world import World, joined_world
 from train import setup, train

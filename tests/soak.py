@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from checkpoint.names import all_checkpoints
 from config import Config
 from runtime.cli import Options, Positive, ZeroIsOff
-from runtime.runlog import all_checkpoints
 from runtime.start import parse_command_line
 from tests.conftest import (
     TORCHRUN,

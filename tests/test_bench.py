@@ -221,7 +221,7 @@ def test_every_command_answers_help_and_prints_a_config_without_torch():
         config.load_config("baseline")
         assert not {"torch", "numpy"} & {*sys.modules}, "config.py"
         import ladder, runtime.cli, runtime.errors, runtime.files, runtime.launch
-        import runtime.report, runtime.runlog, runtime.signals, runtime.start
+        import runtime.report, run.log, runtime.signals, runtime.start
         assert "torch" not in sys.modules, "imports"
         commands = [[path, "--help"] for path in sys.argv[1:]]
         for command in [*commands, ["train.py", "--config", "speedup8", "--print_config"]]:

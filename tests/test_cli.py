@@ -6,7 +6,7 @@ import json
 import shlex
 import signal
 
-from runtime.runlog import read_rows
+from run.log import read_rows
 from tests.conftest import (
     ROOT,
     ended,

@@ -17,10 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from checkpoint.files import read_tensors
-from checkpoint.state import read_state
+from checkpoint.names import all_checkpoints
+from checkpoint.saved import read_state
 from model import GPT
 from runtime.errors import UserError
-from runtime.runlog import all_checkpoints
 from runtime.world import World
 from tests.conftest import CPU, ROOT, at_step, log, poisoned_at, tiny_run, write_tiny_corpus
 from tests.fake_cuda import GPU, environment, fake_cuda

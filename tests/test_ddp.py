@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from checkpoint.names import all_checkpoints
 from checkpoint.weights import load_model
 from optimizer import learning_rate
-from runtime.runlog import all_checkpoints
 from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
 from tests.test_train import column
 from train import train

@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import summary
+import run.summary as run_summary
 from check import CheckOptions, main
 from config import load_config
 from measure.preflight import estimate as module
 from measure.preflight import fit as fitting
 from measure.preflight.estimate import describe_disk, describe_saving, estimate
 from measure.preflight.fit import Fit, expected_mb, fit, micro_batches, take_steps
+from run.summary import announce_long_run
 from runtime.cli import load, parse
-from summary import announce_long_run
 from tests.conftest import ALONE, ROOT, refused, run_from_nothing
 from train import train
 
@@ -84,7 +84,7 @@ def test_check_is_for_a_run_from_its_first_step_and_train_names_it():
 
 
 def test_a_long_run_says_how_long_it_takes(monkeypatch):
-    monkeypatch.setattr(summary, "matmul_tflops", lambda *_: 0.2)
+    monkeypatch.setattr(run_summary, "matmul_tflops", lambda *_: 0.2)
     folder, state = Mock(), Mock(step=0)
     state.model.flops_per_token.return_value = 855_166_464
     announce_long_run(load_config("baseline"), state, ALONE, folder)

@@ -17,10 +17,10 @@ from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, median_ratio, product, student_t
 from measure.interleaved.rounds import Side, interleave, run_rounds, seconds_shown
+from run.log import read_rows
 from runtime.cli import parse
 from runtime.errors import TrainingError
 from runtime.report import Estimate
-from runtime.runlog import read_rows
 from tests.conftest import ALONE, CPU, ROOT, forks, refused, run
 from train import setup, train
 

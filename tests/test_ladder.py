@@ -30,10 +30,10 @@ from measure.ladder import report as ladder_report
 from measure.ladder.explain import card_of, card_of_stage
 from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
+from run.log import LOG_COLUMNS
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
 from runtime.report import Estimate
-from runtime.runlog import LOG_COLUMNS
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
 from train import train

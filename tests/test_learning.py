@@ -9,8 +9,8 @@ from measure.ladder import climb as climbing
 from measure.ladder.learning import mean_of, rows_of, shares_of_tokens, steps_to
 from measure.ladder.record import Record
 from measure.ladder.stages import ablated
+from run.log import read_rows
 from runtime.report import Estimate
-from runtime.runlog import read_rows
 from tests.conftest import TINY, TINY_RUN, refused
 from tests.test_ladder import (
     climb,

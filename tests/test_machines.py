@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from checkpoint.resume import restore
 from config import load_config
+from run.start import restore
 from runtime.signals import StopRequest, end_unfinished
 from runtime.world import World
 from tests.conftest import (

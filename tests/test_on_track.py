@@ -8,9 +8,9 @@ import re
 import pytest
 
 from config import load_config
-from inference.expected import ExpectedLosses
-from inference.reference import Reference
 from optimizer import learning_rate
+from run.expected import ExpectedLosses
+from run.reference import Reference
 from runtime.clock import slowness
 from runtime.report import project_files
 from tests.conftest import at_step, refused

@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import inference.evaluation
 import optimizer
-from checkpoint.state import State, read_state
+import run.evaluation as run_evaluation
+from checkpoint.names import all_checkpoints
+from checkpoint.saved import read_state
 from checkpoint.weights import load_model
 from config import load_config
 from data.token_file import write_corpus
+from run.log import read_rows
+from run.state import State
 from runtime.cli import ConfigError
-from runtime.runlog import all_checkpoints, read_rows
 from tests import soak
 from tests.conftest import (
     ALONE,
@@ -297,7 +299,7 @@ def test_a_run_that_begins_anew_keeps_its_config_files_name(option, go, here, tm
 
 def test_the_newest_checkpoints_and_the_best_are_kept_also_after_a_resume(go, here, monkeypatch):
     losses = iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0, 6.0, 8.0, 7.0])
-    monkeypatch.setattr(inference.evaluation, "validation_loss", lambda *_, **__: next(losses))
+    monkeypatch.setattr(run_evaluation, "validation_loss", lambda *_, **__: next(losses))
     options = {"checkpoint_every": 1, "keep_last": 2, "eval_every": 1, "val_fraction": 0.1}
     go(**options, max_steps=4)
     go(**options, max_steps=6, resume="auto")

@@ -12,14 +12,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import checkpoint.files
-import checkpoint.save
-import runtime.runlog
-from checkpoint.resume import resumed_config
-from checkpoint.state import read_state
+from checkpoint.saved import read_state
 from checkpoint.weights import build_model, find_weights, load_model
 from config import Config, load_config
+from run.log import RunFolder, read_rows
+from run.start import resumed_config
 from runtime.cli import ConfigError, parse
-from runtime.runlog import RunFolder
 from tests.conftest import TINY, end_of, flags, refused, reseal, run
 from tests.test_resume import NO_SPACE, PARTS, checkpoints, newest
 
@@ -222,7 +220,7 @@ def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here):
 def test_damaged_rows_of_a_log_are_left_out(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text(f"\ufeffstep,val_loss\n1,2\n2,x\n\0\0\n3\n{'9' * 5000},1\n4,3\n5,4", "utf-8")
-    assert [*runtime.runlog.read_rows(path, ("step", "val_loss"))] == [1, 4]
+    assert [*read_rows(path, ("step", "val_loss"))] == [1, 4]
 
 
 # ---- links and places

@@ -22,15 +22,15 @@ runtime => runtime
 data => data runtime
 checkpoint => checkpoint config model runtime
 inference => {PARTS} inference
+run => {PARTS} inference run
 sample.py => {PARTS} inference
-evaluate.py => {PARTS} inference
+evaluate.py => {PARTS} inference run
 export.py => {PARTS} inference
-summary.py => {PARTS}
-train.py => {PARTS} inference summary
+train.py => {PARTS} inference run
 check.py => checkpoint config measure runtime
 ladder.py => config measure runtime
 bench.py => config measure runtime
-measure => {PARTS} inference measure summary train
+measure => {PARTS} inference measure run train
 """
 MAY_IMPORT = dict(cases(TABLE))
 

@@ -17,19 +17,19 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError, TritonMissing
 
-import checkpoint.save
-import checkpoint.state
-import inference.evaluation
+import run.evaluation as run_evaluation
+import run.save as run_save
+import run.state as run_state
 import runtime.signals
 import train as train_module
-from checkpoint.save import emergency_save
-from checkpoint.state import read_state
+from checkpoint.saved import read_state
 from config import load_config
 from data.token_file import TokenFileError
 from model import GPT, GPTConfig
+from run.log import RunFolder
+from run.save import emergency_save
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.launch import Launch
-from runtime.runlog import RunFolder
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
 from tests.conftest import (
@@ -109,7 +109,7 @@ EVALUATES = WITH_TEXT | {
     [
         (None, "step", ValueError("failed"), {"batch_size": 2, "total_batch_tokens": 256}),
         (None, "step", TokenFileError("failed"), {"fp16": True, "dropout": 0.3}),
-        (inference.evaluation, "validation_loss", RuntimeError("failed"), EVALUATES),
+        (run_evaluation, "validation_loss", RuntimeError("failed"), EVALUATES),
         (RunFolder, "_rewrite", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
     ],
 )
@@ -160,7 +160,7 @@ def test_what_should_not_or_cannot_be_saved_at_a_fault_is_not(step, error, go, h
 
 def test_a_save_that_fails_as_well_does_not_hide_the_first_error(tiny_config, monkeypatch, capsys):
     failing(monkeypatch, 4, TokenFileError("a bad file"))
-    inject(monkeypatch, checkpoint.save, "write_checkpoint", OSError("logs: no space left"))
+    inject(monkeypatch, run_save, "write_checkpoint", OSError("logs: no space left"))
     main(tiny_config())
     assert capsys.readouterr().err == (
         "error: a bad file; the state after step 3 could not be saved: logs: no space left\n"
@@ -180,7 +180,7 @@ def test_the_error_line_says_how_to_resume_quoted_for_the_shell(tiny_config, mon
 
 
 def test_one_of_several_ranks_saves_nothing_at_a_fault_and_says_how_to_resume(tiny_config, here):
-    state = checkpoint.state.State(
+    state = run_state.State(
         GPT(GPTConfig(**TINY)), [], None, step=5, checkpoint=here / "step_000004"
     )
     with (
@@ -253,7 +253,7 @@ TOGETHER = f"\nstopping before the first step; once more to stop at once\n{EARLY
 
 def stopped_early(monkeypatch, place, config, ranks):
     """Begin a run as the first of so many ranks, with SIGTERM as it enters `place`."""
-    module = inference.evaluation if place == "validation_loss" else train_module
+    module = run_evaluation if place == "validation_loss" else train_module
     with monkeypatch.context() as patched, StopRequest() as stop:
         patched.setattr(runtime.signals, "launch", lambda: Launch(world_size=ranks))
         inject(patched, module, place, lambda: signal.raise_signal(signal.SIGTERM))

@@ -8,11 +8,11 @@ from collections import namedtuple
 import pytest
 import torch
 
-import checkpoint.state
-import runtime.track as track
+import run.state as run_state
+import run.track as track
 import train as train_module
 from config import load_config
-from runtime.runlog import LOG_COLUMNS, read_rows
+from run.log import LOG_COLUMNS, read_rows
 from tests.conftest import WITH_TEXT, at_step, refused
 
 EVERYTHING = WITH_TEXT | {
@@ -106,12 +106,12 @@ def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_eac
     go, here, tensorboard, monkeypatch
 ):
     """A later version of the code resumes the run with another figure in place of the first."""
-    options, known = {"tensorboard": True, "checkpoint_every": 2}, checkpoint.state.Figures._fields
+    options, known = {"tensorboard": True, "checkpoint_every": 2}, run_state.Figures._fields
     go(**options)
     assert (here / "metrics.csv").exists() == (len(known) > 2)
     for name, changes in (("old", {}), ("new", {"resume": "auto", "max_steps": 7})):
         More = namedtuple("More", [*known, name])
-        monkeypatch.setattr(checkpoint.state, "Figures", More)
+        monkeypatch.setattr(run_state, "Figures", More)
         monkeypatch.setattr(train_module, "Figures", lambda *two, More=More: More(*two, sum(two)))
         shutil.rmtree(here / "checkpoints/step_000006")
         go(**options | changes)

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import checkpoint.save
-import inference.evaluation as evaluation_module
+import run.evaluation as evaluation_module
+import run.save as run_save
 import runtime.clock
 import runtime.device
 import train as train_module
 from checkpoint.files import CheckpointError, read_tensors
-from checkpoint.state import read_state
+from checkpoint.saved import read_state
 from checkpoint.weights import build_model
 from config import WITHOUT_GRAPHS, Config, load_config
 from data.token_file import TokenFileError
@@ -31,14 +31,14 @@ from export import export
 from inference.validation import validation_loss
 from model import GPT, GPTConfig
 from optimizer import learning_rate
+from run.log import RunFolder
+from run.summary import live_figures, summarize
 from runtime.cli import ConfigError, parse
 from runtime.device import check_attention, check_compiler, slowdown
 from runtime.errors import TrainingError, UserError
 from runtime.report import project_files
-from runtime.runlog import RunFolder
 from runtime.world import World
 from sample import SampleOptions, load_sampled_model
-from summary import live_figures, summarize
 from tests.conftest import (
     ALONE,
     COMPILED,
@@ -512,7 +512,7 @@ def test_dt_is_the_step_alone_without_evaluation_sampling_or_saving(tiny_config,
     for place, name in (
         (evaluation_module, "validation_loss"),
         (evaluation_module, "encode"),
-        (checkpoint.save, "write_checkpoint"),
+        (run_save, "write_checkpoint"),
         (RunFolder, "log"),
     ):
         monkeypatch.setattr(place, name, slow(getattr(place, name)))
@@ -545,7 +545,7 @@ def test_mfu_is_of_one_ranks_tokens_and_medians_leave_out_at_most_five_steps(ran
 def test_a_summary_stores_no_mfu_and_no_matmul_rate_that_a_step_disproves(
     tflops, tiny_config, here, monkeypatch, capsys
 ):
-    monkeypatch.setattr("summary.matmul_tflops", lambda *_, **__: tflops)
+    monkeypatch.setattr("run.summary.matmul_tflops", lambda *_, **__: tflops)
     run(tiny_config(max_steps=3))
     summary = json.loads((here / "summary.json").read_text())
     assert (summary["utilization"], summary["matmul_tflops"]) == (None, None)

@@ -12,11 +12,11 @@ from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, model_vali
 from config import MFU, Config
 from measure.interleaved.comparison import Comparison, Result
 from measure.interleaved.ratio import FEWEST
+from run.log import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 from runtime.cli import load, show
 from runtime.errors import UserError, in_a_line
 from runtime.files import write_json
 from runtime.report import git_commit, git_diff
-from runtime.runlog import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 
 FILE = "ladder.json"
 DIRTY = "-dirty"  # ends the commit of changed code

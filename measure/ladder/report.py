@@ -39,9 +39,9 @@ from measure.ladder.stages import (
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
 from measure.report.steps import StepTime, draw_steps
+from run.log import EVAL_COLUMNS
 from runtime.errors import UserError, in_a_line
 from runtime.report import Estimate
-from runtime.runlog import EVAL_COLUMNS
 
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 # figures of a run's summary in its row; final_loss is missing if the last step was skipped

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from checkpoint.files import SUMS, own_part
-from checkpoint.resume import find_checkpoint
-from checkpoint.save import save
-from checkpoint.state import State, put_random_state, take_random_state
 from config import GRAPHS_RECORDED, Config
 from dataloader import DataLoader
-from inference.evaluation import Evaluation
 from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
 from model import GPT
+from run.evaluation import Evaluation
+from run.log import RunFolder
+from run.save import save
+from run.start import find_checkpoint
+from run.state import State, put_random_state, take_random_state
 from runtime.device import peak_memory_mb
 from runtime.errors import TrainingError, UserError
 from runtime.report import UNKNOWN
-from runtime.runlog import RunFolder
 from runtime.world import World
 from train import Run, open_data, setup, take_step, train_step
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 
 from checkpoint.files import write_tensors
-from checkpoint.save import checkpoint_bytes
-from checkpoint.state import State
 from config import LEAST_MFU, MFU, MOST_MFU, Config
 from data.prepare import prepare_if_missing
 from dataloader import open_corpus
-from inference.expected import ExpectedLosses
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
+from run.expected import ExpectedLosses
+from run.save import checkpoint_bytes
+from run.state import State
 from runtime.device import device_name, matmul_tflops
 from runtime.errors import UserError
 from runtime.files import sha256

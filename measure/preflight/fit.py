@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 import yaml
 
-from checkpoint.save import checkpoint_bytes
 from checkpoint.weights import adopt_architecture
 from config import Config, load_config
 from measure.interleaved.process import in_fresh_process
 from measure.interleaved.rounds import USUAL_START, seconds_shown
 from measure.preflight.checks import steps_of
 from measure.preflight.estimate import MB, describe_disk, without_data
+from run.save import checkpoint_bytes
 from runtime.cli import find_config
 from runtime.device import choose_device, device_name, peak_memory_mb
 from runtime.errors import TrainingError, UserError

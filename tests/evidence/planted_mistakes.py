@@ -51,8 +51,8 @@ import model
 import train
 from config import load_config
 from dataloader import DataLoader
-from inference.reference import CURVES
-from runtime.runlog import EVAL_COLUMNS, read_rows
+from run.log import EVAL_COLUMNS, read_rows
+from run.reference import CURVES
 from runtime.world import World
 
 FIRST_OF_CURVE, FIRST_CLEAN = 1000, 2000  # seeds: the curve judges other runs than its own

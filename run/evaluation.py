@@ -14,11 +14,11 @@ from data.hellaswag import default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import read_questions, score
-from inference.reference import Reference
 from inference.sampling import Text, encode, grow, seeded
 from inference.validation import check_split, evaluating, validation_loss
 from model import GPT
-from runtime.runlog import RunFolder
+from run.log import RunFolder
+from run.reference import Reference
 from runtime.world import World
 
 

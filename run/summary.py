@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from checkpoint.state import State
 from config import MFU, Config
 from kernels.attention import blocked_is_faster
+from run.log import RunFolder
+from run.state import State
 from runtime.device import (
     check_attention,
     check_compiler,
@@ -22,7 +23,6 @@ from runtime.device import (
     peak_memory_mb,
 )
 from runtime.report import describe_duration, git_commit, machine
-from runtime.runlog import RunFolder
 from runtime.world import World
 
 # ---- before the first step

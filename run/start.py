@@ -6,14 +6,16 @@ import shlex
 from pathlib import Path
 
 from checkpoint.files import MODEL, STATE, CheckpointError, read_tensors, refusing
-from checkpoint.state import SavedState, State, put_random_state, read_state, take_random_state
-from checkpoint.weights import check_given, find_folder, run_and_checkpoint
+from checkpoint.names import all_checkpoints, find_folder, run_and_checkpoint, step_of
+from checkpoint.saved import SavedState, read_state
+from checkpoint.weights import check_given
 from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
+from run.log import RunFolder
+from run.state import State, put_random_state, take_random_state
 from runtime.cli import ConfigError, load
 from runtime.errors import UserError
 from runtime.files import write_atomic
 from runtime.launch import launch
-from runtime.runlog import RunFolder, all_checkpoints, step_of
 from runtime.world import World
 
 

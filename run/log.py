@@ -9,8 +9,6 @@ import datetime
 import io
 import json
 import math
-import os
-import re
 import shlex
 import shutil
 import time
@@ -19,17 +17,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+from run.track import Trackers
 from runtime.errors import UserError, drop_stdout, foreseen
 from runtime.files import (
     aside,
-    delete,
     sole_writer,
     write_atomic,
     writing,
 )
 from runtime.report import flops_rate
 from runtime.signals import Stopped
-from runtime.track import Trackers
 
 Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is None
 ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's tokens/s
@@ -365,35 +362,6 @@ def append_row(path: Path, columns: Sequence[str], row: Mapping[str, float | Non
 def _line(columns: Sequence[str], row: Mapping[str, float | None]) -> str:
     values = [(row.get(column), FORMATS.get(column, "")) for column in columns]
     return ",".join("" if value is None else format(value, style) for value, style in values)
-
-
-# ---- the names in checkpoints/
-
-
-def all_checkpoints(run: Path, name: str = "best|step") -> list[Path]:
-    """Return the run's checkpoints `<name>_<step>`, by step; of one step, `best` comes first.
-
-    Raises OSError if checkpoints/ is there, such as a link to another disk, and cannot be read.
-    """
-    folder = run / "checkpoints"
-    paths = folder.iterdir() if os.path.lexists(folder) else ()
-    named = [path for path in paths if re.fullmatch(rf"({name})_\d+", path.name)]
-    return sorted(sorted(named), key=step_of)
-
-
-def delete_old(run: Path, keep: int, *, before: int, protect: Path | None) -> None:
-    """Delete the checkpoints before a step except the `keep` newest and `protect`.
-
-    Later ones are left alone: they are damaged, since the run did not resume from them.
-    """
-    counted = [path for path in all_checkpoints(run, "step") if step_of(path) < before]
-    older = counted[: -keep or None]
-    delete(path for path in older if protect is None or path.name != protect.name)
-
-
-def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint, by its folder's name."""
-    return int(folder.name.rpartition("_")[2])
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,6 @@
 import base64
 import math
 import random
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,24 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
 from torch import Tensor
 
 from checkpoint.files import (
     MODEL,
     OPTIMIZER,
-    STATE,
-    CheckpointError,
     Tensors,
     copy_tensors,
-    read_json,
-    reading,
-    refusing,
-    verify,
 )
+from checkpoint.saved import SavedState
 from config import Config
 from model import GPT
-from runtime.cli import ConfigError, load
 from runtime.clock import mark_time, seconds_between, slowness
 
 # attributes of State that checkpoint.json has under the same names
@@ -208,7 +200,7 @@ class State:
         counts = {name: getattr(self, name) for name in COUNTS}
         return counts | {"scaler": self.scaler.state_dict()}
 
-    def load_numbers(self, saved: "SavedState") -> None:
+    def load_numbers(self, saved: SavedState) -> None:
         """Restore `numbers`."""
         for name in COUNTS:
             setattr(self, name, getattr(saved, name))
@@ -247,53 +239,3 @@ def _encode(state: Tensor) -> str:
 
 def _decode(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-class SavedState(BaseModel):
-    """checkpoint.json: the state of a run without tensors, its options and its corpus."""
-
-    folder: Path = Field(exclude=True)  # the folder that was read
-    step: int = Field(ge=0)
-    tokens: int  # trained on so far
-    tokens_per_step: int
-    best_val_loss: float | None
-    skipped_steps: int
-    validated: str = ""  # these four are not in checkpoints of an earlier version
-    problem: str = ""
-    skipped_overflows: int = 0
-    seconds: float = 0.0
-    corpus: str  # the training tokens' fingerprint
-    config: dict[str, Any]
-    scaler: dict[str, int | float]  # state of the loss scaler; empty without fp16
-    random: list[dict[str, Any]]  # one entry per rank
-
-    @property
-    def run(self) -> Path:
-        """The folder of the run that saved it."""
-        return self.folder.parent.parent
-
-    def notes(self) -> list[str]:
-        """Return a note on each option of the run that this code lacks."""
-        unknown = [name for name in self.config if name not in Config.model_fields]
-        return [f"{self.folder}: has {name}, an option that this code lacks" for name in unknown]
-
-
-def read_state(folder: Path, *files: str) -> SavedState:
-    """Read checkpoint.json, after `verify`. Raises CheckpointError.
-
-    Options that are not in it have their defaults.
-    """
-    verify(folder, *files)
-    with reading(folder / STATE):
-        saved = SavedState(**read_json(folder / STATE) | {"folder": folder})
-    named = re.fullmatch(r"(best|step)_(\d+)", folder.name)
-    if named and int(named[2]) != saved.step:
-        raise CheckpointError(
-            f"{folder}: has step {saved.step}; rename it to {named[1]}_{saved.step:06d}"
-        )
-    known = {name: saved.config[name] for name in Config.model_fields if name in saved.config}
-    with refusing(f"{folder / STATE}: its options are not valid", ConfigError):
-        # With `resume`, options that contradict each other on this number of ranks may pass.
-        options = load(Config, known | {"resume": "auto"})
-    saved.config |= options.model_dump(mode="json", exclude={"resume"})
-    return saved
