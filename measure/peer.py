@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.hugging_face import transpose_conv1d
+from checkpoint import hugging_face
 from dataloader import DataLoader, prefetch
 from measure.interleaved.side import Step, serve, take_stdout, without_end
 from model import GPT, GPTConfig
@@ -69,18 +69,10 @@ def build_peer(peer: str, ours: GPT) -> torch.nn.Module:
     if peer == TRANSFORMERS:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        config = GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.block_size,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-            n_embd=c.n_embd,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,  # the KV cache is only for generating
-        )
-        model, weights = GPT2LMHeadModel(config), transpose_conv1d(weights)
+        sizes = {name: getattr(c, own) for name, own in hugging_face.OPTIONS.items()}
+        # use_cache: the KV cache is only for generating
+        config = GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+        model, weights = GPT2LMHeadModel(config), hugging_face.transpose_conv1d(weights)
     else:
         module = load_file(peer)
         known = inspect.signature(module.GPTConfig).parameters
@@ -135,30 +127,30 @@ def checked_peer(peer: str, config: Config, loader: DataLoader) -> torch.nn.Modu
     return model
 
 
-def training_step(options: PeerConfig, device: torch.device) -> Step:
+def training_step(peer: str, config: Config, device: torch.device) -> Step:
     """Return a function that takes the next step of the peer's training. Raises UserError."""
     if launch().world_size > 1:
         raise UserError("a peer trains on one rank; leave RANKS out")
-    config = without_end(options).on_device(device.type, 1)
-    loader, _ = open_data(config, World(torch.device("cpu")), config.n_vocab)
-    model = checked_peer(options.peer, config, loader).to(device)
+    config = config.on_device(device.type, 1)
+    loader, _ = open_data(config, World(device), config.n_vocab)
+    model = checked_peer(peer, config, loader).to(device)
     trained = torch.compile(model, mode=config.compile_mode) if config.compile else model
     (optimizer,), _ = make_optimizers(model, config)
     batches = prefetch(loader, device, first_step=1)
 
-    def step() -> dict[str, Any]:
-        loss = torch.zeros((), device=device)
+    def step() -> Tensor:
+        total = torch.zeros((), device=device)
         for _ in range(loader.accumulation):
             x, y = next(batches)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
-                micro_loss = loss_of(options.peer, trained, x, y) / loader.accumulation
-            micro_loss.backward()
-            loss += micro_loss.detach()
+                loss = loss_of(peer, trained, x, y) / loader.accumulation
+            loss.backward()
+            total += loss.detach()
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        return {"tokens": config.tokens_per_step(1), "loss": loss}
+        return total
 
     return step
 
@@ -166,10 +158,10 @@ def training_step(options: PeerConfig, device: torch.device) -> Step:
 def main(options: PeerConfig) -> None:
     """Take steps of the peer, by their numbers on stdin. Raises UserError."""
     answers, device = take_stdout(), choose_device(options.device)
-    step = training_step(options, device)
+    step = training_step(options.peer, without_end(options), device)
     # not earlier: the comparison of losses takes all digits of fp32
     torch.set_float32_matmul_precision(usable_precision(device, options.fp32_precision()))
-    serve(answers, step, World(device))
+    serve(answers, step, options.tokens_per_step(1), World(device))
 
 
 if __name__ == "__main__":

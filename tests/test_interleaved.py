@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from measure.interleaved import side as side_module
 from measure.interleaved.__main__ import InterleavedOptions, main, parse_side
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, median_ratio, product, student_t
 from measure.interleaved.rounds import Side, interleave, run_rounds, seconds_shown
+from measure.interleaved.side import step_of, take_steps, without_end
 from run.log import read_rows
 from runtime.cli import parse
 from runtime.errors import TrainingError
@@ -30,7 +29,7 @@ def test_drift_makes_no_factor():
     now, chance, rates = [0.0], random.Random(0), ([], [], [])
 
     def side(seconds, of_side):
-        def train():
+        def train(_):
             took = seconds * (1 + 0.1 * now[0]) * chance.uniform(0.95, 1.05)
             now[0] += took
             of_side.append(1 / took)
@@ -43,13 +42,6 @@ def test_drift_makes_no_factor():
     assert 1 < ratio.low < 1.1 < ratio.high
     ratio = median_ratio(same, fast)
     assert ratio.low < 1 < ratio.high
-
-
-def test_every_other_round_goes_backwards_and_the_first_rounds_are_left_out():
-    order = []
-    sides = [functools.partial(order.append, name) for name in "abc"]
-    counted = [len(order) for _ in interleave(sides, range(2), 2)]
-    assert ("".join(order), counted) == ("abccbaabccba", [9, 12])
 
 
 @pytest.mark.parametrize(
@@ -126,56 +118,47 @@ def test_a_factor_has_median_and_interval_and_one_of_three_verdicts(estimate, sh
 # ---- a side that answers at once
 
 
-def answering(asleep=True, dies="", name="two"):
+ANSWER = "{'seconds': [0.1] * steps, 'tokens': 7 * steps, 'asleep': True}"
+
+
+def answering(answer=ANSWER, kind=Side, name="two"):
     """A side that answers at once: a tenth of a second and 7 tokens a step."""
-    code = (
-        "import json\n"
-        "for steps in map(int, open(0)):\n"
-        f"    {dies}\n"
-        "    answer = {'seconds': [0.1] * steps, 'tokens': 7 * steps}\n"
-        f"    print(json.dumps(answer | {{'asleep': {asleep}}}), flush=True)"
-    )
-    return Side(name, [sys.executable, "-c", code], {})
+    code = f"import json\nfor steps in map(int, open(0)): print(json.dumps({answer}), flush=True)"
+    return kind(name, [sys.executable, "-c", code], {})
 
 
-starts, trains = Side.__enter__, Side.train
+def test_sides_start_anew_after_some_rounds_in_an_order_that_alternates():
+    order, processes = [], []
 
+    class Noted(Side):
+        def __enter__(self):
+            order.append("start")
+            processes.append(super().__enter__().process)
+            return self
 
-def test_a_side_takes_as_many_steps_as_last_half_a_second_once_it_is_warm():
-    side, processes = answering(), []
-    for turns in (4, 3):  # its second process knows the steps: one turn less warms it up
-        with side:
-            processes.append(side.process)
-            for _ in range(turns):
-                side.train()
-    assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5, 1, 1, 5]
-    assert side.measured().tokens_per_sec == pytest.approx([70, 70])
+        def train(self, counts=False):
+            order.append(self.name)
+            super().train(counts)
+
+    found = run_rounds([answering(kind=Noted, name=name) for name in "ab"], 6, 0.0)
+    assert "".join(order[2:]).split("startstart") == ["ababbaabbaabba", "abbaabba"]
     assert None not in [process.poll() for process in processes]
-
-
-def test_sides_start_anew_after_some_rounds_in_an_order_that_still_alternates(monkeypatch):
-    order = []
-    monkeypatch.setattr(Side, "__enter__", lambda self: order.append("start") or starts(self))
-    monkeypatch.setattr(Side, "train", lambda self: order.append(self.name) or trains(self))
-    found = run_rounds([answering(name="a"), answering(name="b")], 6, 0.0)
-    assert found.rounds == 6
-    starts_of_a_side = order.count("start") / 2
-    assert starts_of_a_side == math.ceil(6 / found.rounds_of_a_process) == 2
-    assert len(found.sides[0].turns) == 3 + 4 + 2 + 2
-    rounds = "".join(name for name in order if name != "start")
-    assert rounds == "ab" + "ab" + "ba" + "abbaabba" + "ab" + "ba" + "abba"
+    # half a second's steps, once a side is warm; the second process knows how many
+    for side in found.sides:
+        assert [len(turn.seconds) for turn in side.turns] == [1, 1, 1, 5, 5, 5, 5, 1, 1, 5, 5]
+        assert side.tokens_per_sec == pytest.approx([70] * 6)
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("answer", "reason"),
     [
-        ({"asleep": False}, "its threads keep computing"),
+        (ANSWER.replace("True", "False"), "its threads keep computing"),
         # torchrun's report of a killed rank ends so
-        ({"dies": "raise SystemExit('traceback: Signal 9\\n======')"}, "traceback: Signal 9"),
+        ("exit('traceback: Signal 9\\n======')", "traceback: Signal 9"),
     ],
 )
-def test_a_side_that_fails_or_does_not_sleep_is_an_error(fault, reason):
-    with answering(**fault) as side, pytest.raises(TrainingError, match=f"^two: {reason}"):
+def test_a_side_that_fails_or_does_not_sleep_is_an_error(answer, reason):
+    with answering(answer) as side, pytest.raises(TrainingError, match=f"^two: {reason}"):
         side.train()
 
 
@@ -221,22 +204,15 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     assert one["turns"][0]["loss"] != two["turns"][0]["loss"]
 
 
-def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config, monkeypatch):
+def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config):
     """Its losses are those of the run's own log, but for a learning rate next to 0."""
     config = tiny_config(max_steps=5, lr=1e-6)
     train(config, ALONE)
     rows = read_rows(Path(config.log_dir) / "train/log.csv")
-    step = side_module.step_of(setup(side_module.without_end(tiny_config()), ALONE))
-    first = side_module.take_steps(step, 2, CPU)
-    # If two have no room together, freed memory is returned after each turn, and the step that gets
-    # it again does not count.
-    freed, marks = [], iter([0.0, 1.0, 3.0])
-    monkeypatch.setattr(side_module, "FREES_CACHE", True)
-    monkeypatch.setattr(side_module, "mark_time", lambda _: next(marks))
-    for module, name in ((torch.cuda, "empty_cache"), (side_module, "return_freed_memory")):
-        monkeypatch.setattr(module, name, lambda: freed.append(next(marks, "timed")))
-    last = side_module.take_steps(step, 2, CPU)
-    assert (last["seconds"], last["tokens"], freed) == ([1, 2], 2 * 4 * 32, ["timed", "timed"])
+    step = step_of(setup(without_end(tiny_config()), ALONE))
+    first = take_steps(step, 2, CPU)
+    last = take_steps(step, 2, CPU, frees_cache=True)  # after one that gets the memory again
+    assert len(last["seconds"]) == 2
     losses = [rows[step]["loss"] for step in (2, 5)]
     assert [first["loss"], last["loss"]] == pytest.approx(losses, abs=1e-6)
 
@@ -248,7 +224,7 @@ def test_a_side_on_two_ranks_trains_the_same_batch_as_one_rank(config):
     for side in sides:
         with side:
             side.train()
-    one, two = (side.turns[0] for side in sides)
+    one, two = (side.measured.turns[0] for side in sides)
     assert [rank.tokens for rank in two.ranks] == [32, 32]
     assert (one.tokens, two.tokens) == (32, 32)
     assert two.loss == pytest.approx(one.loss, abs=1e-5)
@@ -263,7 +239,7 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
     _, there = (parse_side(text, []) for text in texts)
     with there:
         there.train()
-    assert there.turns[0].tokens == 5
+    assert there.measured.turns[0].tokens == 5
 
 
 @pytest.mark.parametrize(

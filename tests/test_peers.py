@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import load_config
-from measure import peer as peer_module
-from measure.peer import PeerConfig, training_step
+from measure.peer import training_step
 from tests.conftest import ALONE, CPU, refused
 from tests.test_interleaved import TINY, compare
 from train import setup, train_step
@@ -117,20 +116,15 @@ def config(corpus):
     return functools.partial(load_config, "speedup10.yaml", **SIZES, **corpus_options)
 
 
-def peers_step(name, config):
-    return training_step(PeerConfig(**config.model_dump(), peer=name), CPU)
-
-
 @pytest.fixture(params=["transformers", "a file"])
-def sides(request, config, peer, monkeypatch):
+def sides(request, config, peer):
     """Returns our run and a peer's training step with these options, from equal weights."""
-    monkeypatch.setattr(peer_module, "without_end", lambda config: config)  # keeps the rates
     tanh = peer(("F.gelu(self.c_fc(x))", 'F.gelu(self.c_fc(x), approximate="tanh")'))
+    name = tanh if request.param == "a file" else request.param
 
     def build(**more):
         ours = config(**more)
-        theirs = peers_step(tanh if request.param == "a file" else request.param, ours)
-        return setup(ours, ALONE), theirs
+        return setup(ours, ALONE), training_step(name, ours, CPU)
 
     return build
 
@@ -140,7 +134,7 @@ def test_the_second_loss_of_a_peer_is_ours_so_it_clips_decays_and_learns_alike(s
     strong = {"grad_clip": 0.05, "lr": 0.02, "weight_decay": 2.0, "eps": 1e-3}
     rates = {"lr_schedule": "constant", "warmup_steps": 0}
     ours, theirs = sides(vocab_size=128, **strong, **rates)  # no padding
-    losses = [(train_step(ours, step).loss.item(), theirs()["loss"].item()) for step in (1, 2)]
+    losses = [(train_step(ours, step).loss.item(), theirs().item()) for step in (1, 2)]
     for our_loss, their_loss in losses:
         assert their_loss == pytest.approx(our_loss, rel=2e-6)
 
@@ -188,19 +182,19 @@ def test_a_peers_step_has_our_matmuls_in_number_size_and_dtype_padding_included(
 )
 def test_a_file_that_is_no_gpt2_is_an_error(replaced, message, config, peer):
     with refused(rf"model\.py: .*{message}"):
-        peers_step(peer(*replaced), config())
+        training_step(peer(*replaced), config(), CPU)
 
 
 def test_a_config_that_no_peer_can_follow_is_an_error(config):
     with refused("transformers: has tie_weights True, not False"):
-        peers_step("transformers", config(tie_weights=False))
+        training_step("transformers", config(tie_weights=False), CPU)
 
 
 def test_a_peer_on_several_ranks_is_an_error(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with refused("a peer trains on one rank"):
-        peers_step("transformers", config())
+        training_step("transformers", config(), CPU)
 
 
 def test_a_peer_is_a_side_of_interleaved_runs_and_its_failure_is_one_line(corpus, peer, tmp_path):

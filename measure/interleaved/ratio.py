@@ -57,12 +57,9 @@ def means_over_seeds(groups: Mapping[str, Sequence[float]]) -> dict[str, Estimat
     freedom = len(squares) - len(groups)
     if freedom == 0:
         return {name: Estimate(mean) for name, mean in means.items()}
-    deviation = math.sqrt(sum(squares) / freedom)
-    half = {
-        name: student_t(freedom) * deviation / math.sqrt(len(values))
-        for name, values in groups.items()
-    }
-    return {name: Estimate(m, m - half[name], m + half[name]) for name, m in means.items()}
+    of_one = student_t(freedom) * math.sqrt(sum(squares) / freedom)  # half an interval
+    halves = {name: of_one / math.sqrt(len(values)) for name, values in groups.items()}
+    return {name: Estimate(m, m - halves[name], m + halves[name]) for name, m in means.items()}
 
 
 def student_t(freedom: int) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import functools
 import math
 import os
 import shlex
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ WIDTH = 0.02  # stop once every interval is narrower than this share of its medi
 TURN_SECONDS = float(os.environ.get("TURN_SECONDS", "0.5"))
 
 USUAL_START = "5 to 20 s, or minutes to compile"
-
-say = functools.partial(print, flush=True)
 
 
 # ---- the engine
@@ -76,15 +73,15 @@ def steps_of_a_turn(seconds: float) -> int:
 
 
 def interleave(
-    sides: Sequence[Callable[[], object]], rounds: range, before: int = 0
+    sides: Sequence[Callable[[bool], object]], rounds: range, warm_up: int
 ) -> Iterator[None]:
     """Call every side once a round, in reverse order every other round; yield after each round.
 
-    `before`: further rounds come first, and yield nothing.
+    A side is told whether the round counts: `warm_up` further rounds come first, and yield nothing.
     """
-    for i in range(rounds.start - before, rounds.stop):
-        for side in reversed(sides) if i % 2 else sides:
-            side()
+    for i in range(rounds.start - warm_up, rounds.stop):
+        for train in reversed(sides) if i % 2 else sides:
+            train(i >= rounds.start)
         if i >= rounds.start:
             yield
 
@@ -104,13 +101,14 @@ class Side:
     name: str
     command: Sequence[str]
     environment: dict[str, str]
-    turns: list[Turn] = field(default_factory=list)  # from all its processes
-    tokens_per_sec: list[float] = field(default_factory=list)  # one entry per turn that counts
     steps: int = 1  # steps per turn that counts
-    warm_up: int = LEFT_OUT  # turns of the process that are still to come and do not count
+
+    def __post_init__(self) -> None:
+        command = shlex.join(["python", *self.command[1:]])
+        # from all its processes
+        self.measured = MeasuredSide(name=self.name, command=command, tokens_per_sec=[], turns=[])
 
     def __enter__(self) -> "Side":
-        self.warm_up = LEFT_OUT - bool(self.tokens_per_sec)
         self.process, self.errors = start_process(
             self.command, self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -121,13 +119,15 @@ class Side:
         self.process.communicate()
         self.errors.close()
 
-    def train(self) -> None:
-        """Take the steps, and keep their figures. Raises SideError if the process fails."""
+    def train(self, counts: bool = False) -> None:
+        """Take the steps of a turn, and keep their figures. A turn of warm-up, of one step, does
+        not count. Raises SideError if the process fails.
+        """
         requests, answers = self.process.stdin, self.process.stdout
         assert requests
         assert answers
         with contextlib.suppress(BrokenPipeError):  # it has ended; stderr has the error
-            print(1 if self.warm_up else self.steps, file=requests, flush=True)
+            print(self.steps if counts else 1, file=requests, flush=True)
         line = answers.readline()
         if not line:
             raise SideError(f"{self.name}: {why_it_failed(self.process.wait(), self.errors)}")
@@ -137,23 +137,12 @@ class Side:
                 f"{self.name}: its threads keep computing while another side trains; unset "
                 f"OMP_WAIT_POLICY"
             )
-        self.turns.append(turn)
+        self.measured.turns.append(turn)
         seconds = sum(turn.seconds)
-        if not self.warm_up:
-            self.tokens_per_sec.append(turn.tokens / seconds)
-            return
-        self.warm_up -= 1
-        if not self.warm_up and not self.tokens_per_sec:
+        if counts:
+            self.measured.tokens_per_sec.append(turn.tokens / seconds)
+        elif not self.measured.tokens_per_sec:  # the first process; its last such turn decides
             self.steps = steps_of_a_turn(seconds)
-
-    def measured(self) -> MeasuredSide:
-        """Return its figures so far."""
-        return MeasuredSide(
-            name=self.name,
-            command=shlex.join(["python", *self.command[1:]]),
-            tokens_per_sec=[*self.tokens_per_sec],
-            turns=self.turns,
-        )
 
 
 def training_side(
@@ -190,8 +179,14 @@ def run_rounds(
 
     `results`: a JSON file to write after each round. Raises SideError.
     """
-    about: Any = {"machine": machine(), "date": str(datetime.date.today()), "git": git_commit()}
-    about |= {"left_out": LEFT_OUT, "rounds_of_a_process": ROUNDS_OF_A_PROCESS}
+    comparison = Comparison(
+        machine=machine(),
+        date=str(datetime.date.today()),
+        git=git_commit(),
+        left_out=LEFT_OUT,
+        rounds_of_a_process=ROUNDS_OF_A_PROCESS,
+        sides=[side.measured for side in sides],
+    )
     for begin in range(0, rounds, ROUNDS_OF_A_PROCESS):
         block = range(begin, min(begin + ROUNDS_OF_A_PROCESS, rounds))
         with contextlib.ExitStack() as running:
@@ -200,25 +195,24 @@ def run_rounds(
             for side in sides:  # the first steps alone, since the compiler times kernels
                 with seconds_shown(f"{side.name} starts", USUAL_START):
                     side.train()
-            for _ in interleave([side.train for side in sides], block, sides[0].warm_up):
-                measured = [side.measured() for side in sides]
-                device = measured[0].turns[0].device
-                found = Comparison(**about, device=device, sides=measured)
+            comparison.device = comparison.sides[0].turns[0].device
+            warm_up = LEFT_OUT - 1 if begin == 0 else LEFT_OUT - 2
+            for _ in interleave([side.train for side in sides], block, warm_up):
                 if results:
-                    write_json(Path(results), found.model_dump(exclude_unset=True))
-                say(describe_round(found, rounds))
-                if found.is_narrow(width):
-                    return found
-    return found
+                    write_json(Path(results), comparison.model_dump(exclude_unset=True))
+                print(describe_round(comparison, rounds), flush=True)
+                if comparison.is_narrow(width):
+                    return comparison
+    return comparison
 
 
-def describe_round(found: Comparison, rounds: int) -> str:
+def describe_round(comparison: Comparison, rounds: int) -> str:
     """Return a line on the last round: the speeds in it, and the ratios so far."""
-    speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in found.sides)
-    line = f"round {found.rounds} of at most {rounds}: {speeds} tokens/s"
-    if found.rounds >= FEWEST:
-        ratios = map(found.ratio, range(1, len(found.sides)))
-        line += f"; x first {', '.join(map(str, ratios))}"
+    speeds = ", ".join(f"{side.tokens_per_sec[-1]:,.0f}" for side in comparison.sides)
+    line = f"round {comparison.rounds} of at most {rounds}: {speeds} tokens/s"
+    if comparison.rounds >= FEWEST:
+        ratios = [str(comparison.ratio(i)) for i in range(1, len(comparison.sides))]
+        line += f"; x first {', '.join(ratios)}"
     return line
 
 

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from runtime.clock import mark_time, seconds_between
 from runtime.device import choose_device, device_name, peak_memory_mb
@@ -31,7 +32,7 @@ from runtime.start import return_freed_memory
 from runtime.world import World, joined_world
 from train import Run, setup, train_step
 
-Step = Callable[[], dict[str, Any]]  # takes a step; returns its figures
+Step = Callable[[], Tensor]  # takes a step; returns its loss, which is not read here
 ASLEEP = 0.1  # a process that uses less of one core counts as asleep
 # Set if two sides do not fit in memory together: each returns freed memory to the system after its
 # turn, and gets it again in an untimed first step of the next.
@@ -52,23 +53,26 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(answers: TextIO, step: Step, world: World) -> None:
+def serve(answers: TextIO, step: Step, tokens_per_step: int, world: World) -> None:
     """Take the number of steps on each line of stdin, and answer with their figures.
 
-    `step` returns its tokens and other figures, a loss as a tensor: to read it would wait. The
-    answer waits until this process sleeps; `asleep` is false if it keeps computing. Of several
+    The answer waits until this process sleeps; `asleep` is false if it keeps computing. Of several
     ranks, rank 0 reads and answers; `ranks` in its answer has the figures of each.
     """
     # Until the next turn, gloo lets the other ranks sleep; NCCL would keep their GPUs busy.
     day = datetime.timedelta(days=1)
     waiting = dist.new_group(backend="gloo", timeout=day) if world.distributed else None
-    while True:
+    for turn in itertools.count():
         line = [sys.stdin.readline() if world.rank == 0 else ""]
         if waiting:
             dist.broadcast_object_list(line, src=0, group=waiting)
         if not line[0]:
             return
-        figures = take_steps(step, int(line[0]), world.device) | {"asleep": falls_asleep()}
+        count = int(line[0])
+        figures = take_steps(step, count, world.device) | {"tokens": count * tokens_per_step}
+        if turn == 0:
+            return_freed_memory()  # as train.py does after the first step
+        figures["asleep"] = falls_asleep()
         if waiting:
             ranks = world.gather(figures)
             figures |= {"ranks": ranks, "asleep": all(rank["asleep"] for rank in ranks)}
@@ -76,24 +80,24 @@ def serve(answers: TextIO, step: Step, world: World) -> None:
             print(json.dumps(figures), file=answers, flush=True)
 
 
-def take_steps(step: Step, count: int, device: torch.device) -> dict[str, Any]:
+def take_steps(
+    step: Step, count: int, device: torch.device, frees_cache: bool = FREES_CACHE
+) -> dict[str, Any]:
     """Take steps, timed by the clock of a run; returns the figures to answer with."""
-    if FREES_CACHE:
+    if frees_cache:
         step()
-    taken, marks = list[dict[str, Any]](), [mark_time(device)]
+    marks = [mark_time(device)]
     for _ in range(count):
-        taken.append(step())
+        loss = step()
         marks.append(mark_time(device))
-    loss = taken[-1].get("loss")
-    figures = taken[-1] | {
-        "loss": None if loss is None else float(loss),
-        "tokens": sum(figures["tokens"] for figures in taken),
+    figures = {
+        "loss": float(loss),
         "seconds": list(itertools.starmap(seconds_between, itertools.pairwise(marks))),
         "peak_memory_mb": peak_memory_mb(device),
         "threads": torch.get_num_threads(),
         "device": device_name(device),
     }
-    if FREES_CACHE:
+    if frees_cache:
         torch.cuda.empty_cache()
         return_freed_memory()
     return figures
@@ -115,23 +119,16 @@ def falls_asleep() -> bool:
 
 def step_of(run: Run) -> Step:
     """Return a function that takes the next step of a run."""
-    tokens, steps = run.config.tokens_per_step(run.world.world_size), itertools.count()
-    on_cpu = run.world.device.type == "cpu"
-
-    def take_step() -> dict[str, Any]:
-        taken = next(steps)
-        if on_cpu and taken == 1:  # as train.py does
-            return_freed_memory()
-        return {"tokens": tokens, "loss": train_step(run, taken + 1).loss}
-
-    return take_step
+    steps = itertools.count(1)
+    return lambda: train_step(run, next(steps)).loss
 
 
 def main(config: Config) -> None:
     """Train with the options of the command line, by the steps on stdin."""
     answers = take_stdout()
     with joined_world(choose_device(config.device), config.timeout) as world:
-        serve(answers, step_of(setup(without_end(config), world)), world)
+        run = setup(without_end(config), world)
+        serve(answers, step_of(run), run.config.tokens_per_step(world.world_size), world)
 
 
 if __name__ == "__main__":
