@@ -574,6 +574,11 @@ def log(run: Path | Config) -> list[tuple[str, ...]]:
         return [(row["step"], row["loss"], row["lr"], row["norm"]) for row in csv.DictReader(file)]
 
 
+def console(run: Path | Config) -> str:
+    """All that a run has printed."""
+    return (folder_of(run) / "console.log").read_text()
+
+
 def end_of(run: Path | Config) -> dict[str, Any]:
     """All that an interruption must not change: figures, the best checkpoint's name, and of the
     last one the tensors' hashes, the numbers and the ranks' dropout.
