@@ -1,5 +1,7 @@
 """Following a run in TensorBoard and Weights & Biases: they have the figures of the logs."""
 
+import importlib.metadata
+import json
 import math
 import os
 import shutil
@@ -9,11 +11,10 @@ import pytest
 import torch
 
 import run.state as run_state
-import run.track as track
 import train as train_module
 from config import load_config
 from run.log import LOG_COLUMNS, read_rows
-from tests.conftest import WITH_TEXT, at_step, refused
+from tests.conftest import WITH_TEXT, at_step, console, refused
 
 EVERYTHING = WITH_TEXT | {
     "batch_size": 1,
@@ -27,28 +28,21 @@ EVERYTHING = WITH_TEXT | {
 }
 
 
-def logged(folder):
-    """What log.csv and eval.csv have: {name: {step: value}}."""
-    curves = {}
-    for path, group in ((folder / "log.csv", "train"), (folder / "eval.csv", "eval")):
-        for step, row in read_rows(path, ()).items() if path.exists() else ():
-            for column in row.keys() - {"step"}:
-                curves.setdefault(f"{group}/{column}", {})[step] = row[column]
-    return curves
-
-
-def same(curves, folder):
-    """Check that a tracker's curves are the log's: the same steps and values, as far as 32 bits
-    and the log's rounding go; and that the figures which only trackers have are shares and there.
-    """
-    curves, ours = dict(curves), logged(folder)
-    utilization, memory = curves.pop("train/utilization"), curves.pop("train/memory_mb")
-    assert curves.keys() == ours.keys()
-    for name, expected in ours.items():
-        rounded = {"train/dt_ms": 0.0006, "train/tokens_per_sec": 0.06}.get(name, 0)
-        assert curves[name] == pytest.approx(expected, rel=1e-6, abs=rounded), name
-    assert memory.keys() | utilization.keys() <= ours["train/loss"].keys()
-    assert all(0 < share <= 1 for share in utilization.values())
+def check_same(curves, folder):
+    """Check that a tracker has the curves of the logs, and of each step also MFU and memory."""
+    expected = {}
+    for file, group in (("log.csv", "train"), ("eval.csv", "eval")):
+        for step, row in read_rows(folder / file, ()).items():
+            for name in row.keys() - {"step"}:
+                expected.setdefault(f"{group}/{name}", {})[step] = row[name]
+    flops = json.loads((folder / "summary.json").read_text())["flops_per_token"]
+    speed = expected["train/tokens_per_sec"]
+    # of 1 TFLOP/s
+    expected["train/utilization"] = {step: speed[step] * flops / 1e12 for step in speed}
+    assert curves.keys() == expected.keys() | {"train/memory_mb"}
+    assert curves["train/memory_mb"].keys() == speed.keys()
+    for name, values in expected.items():
+        assert curves[name] == pytest.approx(values, rel=1e-3), name  # the log rounds times
 
 
 # ---- TensorBoard
@@ -67,28 +61,24 @@ def tensorboard():
         events.Reload()
         curves, texts = {}, {}
         for name in events.Tags()["tensors"]:
-            is_text = events.SummaryMetadata(name).plugin_data.plugin_name == "text"
-            values = (texts if is_text else curves).setdefault(name, {})
-            for point in events.Tensors(name):
-                value = make_ndarray(point.tensor_proto).item()
-                assert point.step not in values, "a step twice"
-                values[point.step] = value.decode() if is_text else value
-        return curves, {name.removesuffix("/text_summary"): text for name, text in texts.items()}
+            points = events.Tensors(name)
+            values = {point.step: make_ndarray(point.tensor_proto).item() for point in points}
+            assert len(values) == len(points), "a step twice"
+            (texts if name.endswith("/text_summary") else curves)[name] = values
+        return curves, texts
 
     return read
 
 
-def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(
-    go, here, tensorboard, capsys
-):
+def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(go, here, tensorboard):
     go(**EVERYTHING, tensorboard=True)
     curves, texts = tensorboard(here)
-    same(curves, here)
-    assert curves["train/memory_mb"].keys() == curves["train/utilization"].keys() == {*range(1, 10)}
-    assert f"tensorboard --logdir {here.parent}" in capsys.readouterr().out
-    assert texts["sample"].keys() == {4, 8, 9}
-    assert all(text.startswith("    The") for text in texts["sample"].values())
-    assert "    max_steps: 9\n" in texts["config"][0]
+    check_same(curves, here)
+    assert f"tensorboard --logdir {here.parent}" in console(here)
+    samples = texts["sample/text_summary"]
+    assert samples.keys() == {4, 8, 9}
+    assert all(text.startswith(b"    The") for text in samples.values())
+    assert b"    max_steps: 9\n" in texts["config/text_summary"][0]
 
 
 def test_a_run_that_was_killed_has_its_whole_curves_with_each_step_once(go, here, tensorboard):
@@ -99,32 +89,26 @@ def test_a_run_that_was_killed_has_its_whole_curves_with_each_step_once(go, here
     (events,) = here.glob("events.*")
     os.truncate(events, events.stat().st_size - 20)
     go(load_config(resume=str(here)))
-    same(tensorboard(here)[0], here)
+    check_same(tensorboard(here)[0], here)
 
 
 def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_each_step(
     go, here, tensorboard, monkeypatch
 ):
-    """A later version of the code resumes the run with another figure in place of the first."""
-    options, known = {"tensorboard": True, "checkpoint_every": 2}, run_state.Figures._fields
-    go(**options)
-    assert (here / "metrics.csv").exists() == (len(known) > 2)
-    for name, changes in (("old", {}), ("new", {"resume": "auto", "max_steps": 7})):
-        More = namedtuple("More", [*known, name])
-        monkeypatch.setattr(run_state, "Figures", More)
-        monkeypatch.setattr(train_module, "Figures", lambda *two, More=More: More(*two, sum(two)))
-        shutil.rmtree(here / "checkpoints/step_000006")
-        go(**options | changes)
-    log, metrics = read_rows(here / "log.csv"), read_rows(here / "metrics.csv", ())
+    """An earlier version of the code logged another figure."""
+    go(tensorboard=True, max_steps=2)
+    (here / "metrics.csv").write_text("step,old\n1,7\n2,8\n3,9\n")
+    More = namedtuple("More", [*run_state.Figures._fields, "new"])
+    monkeypatch.setattr(run_state, "Figures", More)
+    monkeypatch.setattr(train_module, "Figures", lambda *two: More(*two, sum(two)))
+    go(tensorboard=True, resume="auto", max_steps=4)
+    log = read_rows(here / "log.csv")
     assert [*log[1]] == [*LOG_COLUMNS]
-    sums = {step: pytest.approx(row["loss"] + row["norm"]) for step, row in log.items()}
-    old, new = (
-        {step: row[name] for step, row in metrics.items() if row[name] is not None}
-        for name in ("old", "new")
-    )
-    assert (len(old), old | new) == (4, sums)
-    curves, _ = tensorboard(here)
-    assert curves["train/old"] | curves["train/new"] == sums
+    new = {step: pytest.approx(log[step]["loss"] + log[step]["norm"]) for step in (3, 4)}
+    cells = [(1, 7, None), (2, 8, None), (3, None, new[3]), (4, None, new[4])]
+    metrics = read_rows(here / "metrics.csv", ("step", "old", "new")).values()
+    assert [tuple(row.values()) for row in metrics] == cells
+    assert tensorboard(here)[0]["train/new"] == new
 
 
 # ---- Weights & Biases
@@ -132,8 +116,8 @@ def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_eac
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """A real W&B without an account; returns what runs hand it: curves, texts, id and options of
-    each call.
+    """A real W&B without an account; returns what runs log, by name and step, and id, last step and
+    exit code of each call.
     """
     package = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
@@ -142,54 +126,59 @@ def wandb(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     package.teardown()  # an earlier test's settings
-    curves, texts, calls = {}, {}, []
-    real_init, real_log = package.init, package.Run.log
-
-    def init(**options):
-        run = real_init(**options)
-        calls.append((run.id, options["config"]))
-        return run
+    logged, calls = {}, []
+    real_log, real_finish = package.Run.log, package.Run.finish
 
     def log(run, figures, step):
         for name, value in figures.items():
-            values = curves if isinstance(value, float) else texts
-            assert step not in values.setdefault(name, {}), "a step twice"
-            values[name][step] = value if isinstance(value, float) else value.html
+            values = logged.setdefault(name, {})
+            assert step not in values, "a step twice"
+            values[step] = value
         real_log(run, figures, step=step)
 
-    monkeypatch.setattr(package, "init", init)
+    def finish(run, exit_code):
+        calls.append((run.id, run.config["max_steps"], exit_code))
+        real_finish(run, exit_code)
+
     monkeypatch.setattr(package.Run, "log", log)
-    return curves, texts, calls
+    monkeypatch.setattr(package.Run, "finish", finish)
+    return logged, calls
 
 
 def test_without_an_account_wandb_keeps_a_run_of_two_calls_offline_with_all_that_the_logs_have(
-    go, here, wandb, stop_at, capsys
+    go, here, wandb, stop_at
 ):
     disarm = stop_at(6)
     go(**EVERYTHING, wandb=True)
     disarm()
-    printed = capsys.readouterr().out
     go(load_config(resume=str(here)))
-    curves, texts, calls = wandb
-    same(curves, here)
-    assert texts["sample"].keys() == {4, 8, 9}
-    assert all(">The" in text for text in texts["sample"].values())
-    (first, options), (second, _) = calls
+    curves, (first, second) = wandb
+    samples = curves.pop("sample")
+    check_same(curves, here)
+    assert samples.keys() == {4, 8, 9}
+    assert all(">The" in sample.html for sample in samples.values())
     assert first == second
-    assert options["max_steps"] == 9
+    assert first[1:] == (9, 0)
     assert len([*here.glob("wandb/offline-run-*")]) == 2
-    assert "note: wandb keeps this run offline: UsageError: No API key" in printed
+    assert "note: wandb keeps this run offline: UsageError: No API key" in console(here)
+
+
+def test_a_run_that_fails_is_shown_as_failed(go, wandb, monkeypatch):
+    at_step(monkeypatch, lambda call, _: torch.tensor(math.nan) if call == 3 else None)
+    with refused("the loss is"):
+        go(wandb=True)
+    ((_, _, exit_code),) = wandb[1]
+    assert exit_code == 1
 
 
 @pytest.mark.slow
-def test_a_run_for_which_wandb_cannot_be_reached_is_kept_offline(
-    go, here, wandb, monkeypatch, capsys
-):
+@pytest.mark.usefixtures("wandb")
+def test_a_run_for_which_wandb_cannot_be_reached_is_kept_offline(go, here, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     assert go(wandb=True)["steps"] == 6
-    assert "note: wandb keeps this run offline: CommError: " in capsys.readouterr().out
+    assert "note: wandb keeps this run offline: CommError: " in console(here)
     assert len([*here.glob("wandb/offline-run-*")]) == 1
 
 
@@ -201,21 +190,11 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_done(
     name, go, here, monkeypatch
 ):
     def version(name):
-        raise track.importlib.metadata.PackageNotFoundError
+        raise importlib.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(track.importlib.metadata, "version", version)
-    says = rf"^{name}: the package is not installed; .*{track.TO_INSTALL}.* --no-{name}$"
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    says = rf"^{name}: the package is not installed; .*requirements-track.txt.* --no-{name}$"
     with refused(says) as caught:
         go(**{name: True})
     assert caught.value.status == 2
     assert not here.parent.exists()
-
-
-def test_a_run_that_fails_closes_its_trackers_as_failed(go, monkeypatch):
-    closed = []
-    monkeypatch.setattr(track.Trackers, "close", lambda _, failed: closed.append(failed))
-    go()
-    at_step(monkeypatch, lambda call, _: torch.tensor(math.nan) if call == 3 else None)
-    with refused("the loss is"):
-        go()
-    assert closed == [False, True]
