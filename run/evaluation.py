@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from config import Config
-from data.hellaswag import default_path
+from data.hellaswag import Line, default_path
 from data.tokenizer import get_encoding
 from dataloader import TokenStream
 from inference.hellaswag import read_questions, score
@@ -27,13 +27,33 @@ def is_due(every: int, step: int, last: bool) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
+def read_needed(
+    config: Config, world: World, val: TokenStream
+) -> tuple[Reference | None, list[Line], list[str]]:
+    """Read the reference curve, and this rank's items of HellaSwag, if they will be needed.
+
+    Returns them and notes. Raises UserError if one of them, the tokenizer or the validation split
+    will be needed and is missing.
+    """
+    reference = Reference.read(config.reference) if config.reference else None
+    if config.sample_every:
+        get_encoding()
+    file = Path(config.hellaswag_file or default_path(config.data_dir))
+    items = read_questions(file, world) if config.hellaswag_every else []
+    corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
+    notes = check_split(val, corpus, config.val_fraction, is_needed)
+    if reference and (others := ", ".join(reference.differences(config))):
+        notes.append(f"note: not the recipe of {reference.name}'s curve: {others}")
+    return reference, items, notes
+
+
 @dataclass
 class Evaluation:
     """Evaluate and sample a run's uncompiled model when it is due, and log the results.
 
     torch.compile would compile again for each new shape, so only the validation loss, whose batches
-    have one shape, has a compiled graph. All ranks have to call each method. Raises UserError if
-    tokens, HellaSwag or the tokenizer will be needed and are missing.
+    have one shape, has a compiled graph. All ranks have to call each method. Raises UserError, as
+    `read_needed` does.
     """
 
     config: Config
@@ -51,16 +71,9 @@ class Evaluation:
         self.compiled = torch.compile(self.model) if config.compile and not config.fsdp else None
         # step -> column of eval.csv -> value
         self.figures = defaultdict[int, dict[str, float]](dict)
-        self.reference = Reference.read(config.reference) if config.reference else None
-        if config.sample_every:
-            get_encoding()
-        file = Path(config.hellaswag_file or default_path(config.data_dir))
-        self.items = read_questions(file, self.world) if config.hellaswag_every else []
-        corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
-        for note in check_split(self.val, corpus, config.val_fraction, is_needed):
+        self.reference, self.items, notes = read_needed(config, self.world, self.val)
+        for note in notes:
             self.folder.message(note)
-        if self.reference and (others := ", ".join(self.reference.differences(config))):
-            self.folder.message(f"note: not the recipe of {self.reference.name}'s curve: {others}")
 
     def resume(self, repeat: int | None) -> None:
         """Load the evaluations of earlier calls, so that none is repeated but the one of the step

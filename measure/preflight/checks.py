@@ -21,11 +21,11 @@ from dataloader import DataLoader
 from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
 from model import GPT
-from run.evaluation import Evaluation
+from run.evaluation import read_needed
 from run.log import RunFolder
 from run.save import save
 from run.start import find_checkpoint
-from run.state import State, put_random_state, take_random_state
+from run.state import State, TakenStep, put_random_state, take_random_state
 from runtime.device import peak_memory_mb
 from runtime.errors import TrainingError, UserError
 from runtime.report import UNKNOWN
@@ -70,23 +70,14 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
         raise
     yield corpus_is_read(loader)
     yield from targets_are_next(loader)
-    seconds = estimated.step_seconds
-    if math.isnan(seconds):
+    if math.isnan(estimated.step_seconds):
         raise TrainingError(f"no checks: {UNKNOWN}; try again later")
-    is_small = seconds > LONG_STEP
-    tried = config.with_options(
-        log_dir=str(folder),
-        run_name="check",
-        keep_last=1,
-        max_minutes=None,
-        max_steps=max(config.max_steps, steps_of(config) + 1 + OVERFLOWS * config.fp16),
-        warmup_steps=0,  # a warm-up's first steps may be too small for some parameters to move
-    )
-    if is_small:
-        tried = smaller(tried, world)
-
-    run, of_run = setup(tried, world), RunFolder(folder, world.rank)
-    Evaluation(config, world, run.state.model, val, run.autocast, of_run)  # raises UserError
+    is_small = estimated.step_seconds > LONG_STEP
+    run = setup(tried_config(config, world, folder, is_small), world)
+    *_, notes = read_needed(config, world, val)
+    for note in notes:
+        if world.rank == 0:
+            print(note)
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield from resumes_exactly(run, folder)
@@ -94,6 +85,7 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
 
     yield *estimated.disk, "make room, lower keep_last, or choose another log_dir"
     if is_small:
+        seconds = estimated.step_seconds
         about = "the above is of a small model with the same options, uncompiled"
     else:
         seconds = statistics.median(run.state.step_seconds[-2:])
@@ -102,22 +94,47 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     yield True, f"{about}; a step takes about {seconds:.3g} s, the run {hours:,.2f} hours", ""
 
 
-def smaller(config: Config, world: World) -> Config:
-    """Return the config with a small model and batch; weights of `init_from` keep their size."""
-    heads = min(config.n_head, 2)
+def tried_config(config: Config, world: World, folder: Path, is_small: bool) -> Config:
+    """Return the config whose steps are taken: with a small model and batch if `is_small`.
+
+    Weights of `init_from` keep their size.
+    """
+    steps = steps_of(config) + 1 + (OVERFLOWS if config.fp16 else 0)
+    tried = config.with_options(
+        log_dir=str(folder),
+        run_name="check",
+        keep_last=1,
+        max_minutes=None,
+        max_steps=max(config.max_steps, steps),
+        warmup_steps=0,  # a warm-up's first steps may be too small for some parameters to move
+    )
+    if not is_small:
+        return tried
     B, T = min(config.batch_size, 2), min(config.seq_len, 128)
     micro_steps = min(2, config.accumulation_steps(world.world_size))
     total = micro_steps * B * T * world.world_size
-    small = config.with_options(batch_size=B, seq_len=T, compile=False, total_batch_tokens=total)
+    tried = tried.with_options(batch_size=B, seq_len=T, compile=False, total_batch_tokens=total)
     if config.init_from != "scratch":
-        return small
+        return tried
+    heads = min(config.n_head, 2)
     width = config.n_embd // config.n_head * heads
-    return small.with_options(n_layer=min(config.n_layer, 2), n_head=heads, n_embd=width)
+    return tried.with_options(n_layer=min(config.n_layer, 2), n_head=heads, n_embd=width)
 
 
 def steps_of(config: Config) -> int:
     """Return the number of steps to take: the last ones are as fast as a long run's."""
-    return STEPS + GRAPHS_RECORDED * config.has_graphs
+    return STEPS + GRAPHS_RECORDED if config.has_graphs else STEPS
+
+
+def take_updates(run: Run) -> Iterator[TakenStep]:
+    """Take the steps of `steps_of`, and yield each.
+
+    Steps whose gradients overflow in fp16 do not count: its loss scale comes down first.
+    """
+    while run.state.step - run.state.skipped_overflows < steps_of(run.config):
+        take_step(run)
+        run.state.settle(run.config)
+        yield run.state.taken.pop()
 
 
 def corpus_is_read(loader: DataLoader) -> Finding:
@@ -169,26 +186,21 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
 
     for optimizer in run.state.optimizers:
         optimizer.register_step_pre_hook(look)
-    # Overflows do not count: fp16's loss scale comes down first.
-    while run.state.step - run.state.skipped_overflows < steps_of(config):
-        take_step(run)
-        run.state.settle(config)
-        taken = run.state.taken.pop()
-        if taken.step == 1:
-            loss = taken.figures["loss"]
-            guess = math.log(config.n_vocab)
-            is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
-            text = f"first loss: {loss:.3f}; a uniform guess has {guess:.3f}"
-            yield is_well, text, "look at the initial weights, the loss, and the vocabulary's size"
+    first, *_ = take_updates(run)
+    loss, guess = first.figures["loss"], math.log(config.n_vocab)
+    is_well = abs(loss - guess) < 0.7 if config.init_from == "scratch" else loss < guess
+    text = f"first loss: {loss:.3f}; a uniform guess has {guess:.3f}"
+    yield is_well, text, "look at the initial weights, the loss, and the vocabulary's size"
     # With FSDP a rank sees only its own shards, and few tokens may leave some of them unchanged.
     at_rest = {n for n, p in parameters.items() if torch.equal(own_part(p), before[n])}
-    for problem, names in {
-        "get no gradient": parameters.keys() - set().union(*run.world.gather(learned)),
-        "are not updated": set(parameters).intersection(*run.world.gather(at_rest)),
+    problems = {
+        "get no gradient": parameters.keys() - set.union(*run.world.gather(learned)),
+        "are not updated": set.intersection(*run.world.gather(at_rest)),
         "keep gradients from step to step": {
             n for n, p in parameters.items() if p.grad is not None
         },
-    }.items():
+    }
+    for problem, names in problems.items():
         named = f": {', '.join(sorted(names)[:3])}" if names else ""
         text = f"parameters: {len(names)} of {len(parameters)} {problem}{named}"
         yield not names, text, "look at forward, make_optimizers and train_step"

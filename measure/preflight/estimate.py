@@ -42,10 +42,15 @@ def estimate(config: Config, world: World) -> Estimated:
     device that is too busy to be measured no hours.
     """
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
+    rate = matmul_tflops(world.device, config.matmul_dtype, seconds=3.0)
+    return print_estimate(config, world, rate)
+
+
+def print_estimate(config: Config, world: World, rate: float | None) -> Estimated:
+    """Do what `estimate` does, on a device whose large matmuls reach `rate` TFLOP/s."""
     state = without_data(config)
     model, size = state.model, checkpoint_bytes(state)
     ranks, per_step = world.world_size, config.tokens_per_step(world.world_size)
-    rate = matmul_tflops(world.device, config.matmul_dtype, seconds=3.0)
     flops_per_step = per_step * model.flops_per_token(config.seq_len)
     step_seconds = flops_per_step / (rate * 1e12 * ranks * MFU) if rate else math.nan
     if config.max_minutes and rate:

@@ -6,7 +6,8 @@ a config with the same tokens per step.
 
 import datetime
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from checkpoint.weights import adopt_architecture
 from config import Config, load_config
 from measure.interleaved.process import in_fresh_process
 from measure.interleaved.rounds import USUAL_START, seconds_shown
-from measure.preflight.checks import steps_of
+from measure.preflight.checks import take_updates
 from measure.preflight.estimate import MB, describe_disk, without_data
 from run.save import checkpoint_bytes
 from runtime.cli import find_config
@@ -28,7 +29,7 @@ from runtime.launch import launch
 from runtime.report import about, available_memory
 from runtime.start import set_up_process
 from runtime.world import World
-from train import setup, take_step
+from train import setup
 
 SEQUENCES = 8  # of a timed step, so that the update's share is small; at least two micro-steps
 MOST = 0.9  # share of the free memory that the next batch_size may be expected to take
@@ -43,7 +44,16 @@ class Fit(NamedTuple):
     device: str
 
 
-def fit(config: Config, base: str | None) -> None:
+Measure = Callable[[Config], tuple[Fit | None, str]]
+
+
+def measure_size(config: Config) -> tuple[Fit | None, str]:
+    """Measure the config's batch_size in a fresh process; returns it, or None and the reason."""
+    with seconds_shown(f"batch_size {config.batch_size}", USUAL_START):
+        return in_fresh_process("measure.preflight.fit:take_steps", config)
+
+
+def fit(config: Config, base: str | None, measure: Measure = measure_size) -> None:
     """Measure the sizes of a micro-batch that fit; write <run_name>_fit.yaml with the fastest.
 
     `base`: the name of the config file, which the new one takes over. Raises UserError under
@@ -56,8 +66,12 @@ def fit(config: Config, base: str | None) -> None:
         raise UserError(f"--fit: {file} would be its own base; fit its base again")
     tried = adopt_architecture(config).with_options(init_from="scratch")  # the same shapes
     size = checkpoint_bytes(without_data(tried))
+    # CUDA refuses what does not fit. On other devices the system would end other programs.
+    on_cuda = choose_device(config.device).type == "cuda"
+    free_mb = math.inf if on_cuda else MOST * available_memory() / MB
     print(f"{config.run_name}: steps of {config.tokens_per_step(1):,} tokens", flush=True)
-    best = max(measure_sizes(tried, size / MB), key=lambda found: found.tokens_per_sec)
+    sizes = measure_sizes(tried, size / MB, free_mb, measure)
+    best = max(sizes, key=lambda found: found.tokens_per_sec)
 
     Path(config.log_dir).mkdir(parents=True, exist_ok=True)
     seconds = config.max_steps * config.tokens_per_step(1) / best.tokens_per_sec
@@ -76,19 +90,18 @@ def fit(config: Config, base: str | None) -> None:
     print(f"wrote {file}; train with it: python train.py --config {file}")
 
 
-def measure_sizes(config: Config, state_mb: float) -> list[Fit]:
+def measure_sizes(config: Config, state_mb: float, free_mb: float, measure: Measure) -> list[Fit]:
     """Try each size of a micro-batch until one does not fit, and print a line for each.
 
-    `state_mb`: the memory of weights and optimizer. Raises TrainingError if the first one fails.
+    `state_mb`: the memory of weights and optimizer; `free_mb`: memory that a size may be expected
+    to take. Raises TrainingError if the first one fails.
     """
-    device, found = choose_device(config.device), list[Fit]()
-    peaks = [(0, state_mb)]  # by batch_size
+    found, peaks = list[Fit](), [(0, state_mb)]  # peaks: by batch_size
     for size in micro_batches(config.tokens_per_step(1) // config.seq_len):
-        result, problem = None, too_large(device, expected_mb(size, peaks))
-        if not problem:
-            call = "measure.preflight.fit:take_steps"
-            with seconds_shown(f"batch_size {size}", USUAL_START):
-                result, problem = in_fresh_process(call, with_micro_batch(config, size))
+        expected = expected_mb(size, peaks)
+        result, problem = None, f"not tried, as it may take {expected:,.0f} MB, more than is free"
+        if expected <= free_mb:
+            result, problem = measure(with_micro_batch(config, size))
         if result is None:
             if not found:
                 raise TrainingError(f"no step could be taken: batch_size {size}: {problem}")
@@ -103,23 +116,13 @@ def measure_sizes(config: Config, state_mb: float) -> list[Fit]:
     return found
 
 
-def too_large(device: torch.device, expected: float) -> str:
-    """Return why not to try a size that may take `expected` MB; "" if it is to be tried.
-
-    CUDA refuses what does not fit. On other devices the system would end other programs.
-    """
-    if device.type == "cuda" or expected * MB <= MOST * available_memory():
-        return ""
-    return f"not tried, as it may take {expected:,.0f} MB, more than is free"
-
-
-def micro_batches(sequences: int) -> Iterator[int]:
-    """Yield the divisors of a step's sequences, from 1, each at least twice the one before."""
-    size = 1
-    while size:
-        yield size
-        larger = range(2 * size, sequences + 1)
-        size = next((n for n in larger if sequences % n == 0), 0)
+def micro_batches(sequences: int) -> list[int]:
+    """Return divisors of a step's sequences, from 1, each at least twice the one before."""
+    sizes = [1]
+    for size in range(2, sequences + 1):
+        if sequences % size == 0 and size >= 2 * sizes[-1]:
+            sizes.append(size)
+    return sizes
 
 
 def expected_mb(size: int, peaks: list[tuple[int, float]]) -> float:
@@ -144,10 +147,8 @@ def take_steps(config: Config) -> Fit:
     shape = (config.batch_size, config.seq_len)
     tokens = torch.randint(config.n_vocab, shape, device=device)
     run = setup(config, World(device), batches=itertools.repeat((tokens, tokens)))
-    # Overflows do not count: without an update there is no optimizer state.
-    while run.state.step - run.state.skipped_overflows < steps_of(config):
-        take_step(run)
-        run.state.settle(config)
+    for _ in take_updates(run):  # without an update there is no optimizer state
+        pass
     seconds = sum(run.state.step_seconds[-2:])
     return Fit(
         batch_size=config.batch_size,
@@ -159,16 +160,17 @@ def take_steps(config: Config) -> Fit:
 
 def changes(config: Config, base: str | None, batch_size: int) -> str:
     """Return YAML with the batch_size, and with the options that differ from those of `base`."""
-    fitted = {
+    of_base = load_config(base).model_dump(mode="json")
+    values = {
+        name: value
+        for name, value in config.model_dump(mode="json").items()
+        if value != of_base[name]
+    }
+    values |= {
         "run_name": config.run_name,
         "batch_size": batch_size,
         "total_batch_tokens": config.tokens_per_step(1),
     }
-    of_base = load_config(base)
-    differ = {
-        name for name in Config.model_fields if getattr(config, name) != getattr(of_base, name)
-    }
-    values = config.model_dump(mode="json", include=differ) | fitted
     if base is not None:
         values = {"base": base} | values
     return yaml.safe_dump(values, sort_keys=False)
