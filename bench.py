@@ -55,7 +55,13 @@ class BenchOptions(Options):
 
     def mistakes(self, given: Collection[str], world_size: int) -> Iterator[tuple[str, str]]:
         """Yield the options that have no effect in this benchmark."""
-        without_effect = WITHOUT_EFFECT | ({"size"} if self.config else set())
+        without_effect = set(WITHOUT_EFFECT)
+        if self.config:
+            without_effect.add("size")
+        if self.breakdown or self.trace:
+            without_effect |= {"computation", "warmup_steps"}
+        if not self.breakdown and self.trace:
+            without_effect.add("steps")
         for name in sorted(without_effect & self.model_fields_set):
             yield name, f"{name} has no effect in this benchmark; leave it out"
 

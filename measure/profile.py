@@ -60,25 +60,22 @@ def set_up(config: Config) -> Run:
 # ---- times of passes
 
 
-def passes(run: Run, computation: str) -> Callable[[], Callable[[], object]]:
-    """Return a function that prepares a pass, which is not timed, and returns the pass."""
+def prepare(run: Run, computation: str) -> Callable[[], object]:
+    """Return a pass, ready to be timed: gradients are cleared, and backward has its forward."""
 
     def forward() -> Tensor:
         x, y = next(run.batches)
         with run.autocast():
             return run.model(x, y)
 
-    def prepare() -> Callable[[], object]:
-        run.state.model.zero_grad(set_to_none=True)
-        if computation == "backward":
-            return forward().backward
-        return {
-            "forward": forward,
-            "forward_backward": lambda: forward().backward(),
-            "training_step": lambda: train_step(run, 1),
-        }[computation]
-
-    return prepare
+    run.state.model.zero_grad(set_to_none=True)
+    if computation == "backward":
+        return forward().backward
+    return {
+        "forward": forward,
+        "forward_backward": lambda: forward().backward(),
+        "training_step": lambda: train_step(run, 1),
+    }[computation]
 
 
 def time_passes(
@@ -92,8 +89,8 @@ def time_passes(
     """
     run = set_up(config)
     device = run.world.device
-    prepare = passes(run, computation)
-    seconds = [timed(prepare(), device) for _ in range(max(warmup_steps) + steps)]
+    passes = range(max(warmup_steps) + steps)
+    seconds = [timed(prepare(run, computation), device) for _ in passes]
     peak = peak_memory_mb(device)  # before the matmul adds to it
     tokens = config.batch_size * config.seq_len
     flops = run.state.model.flops_per_token(config.seq_len) * tokens
@@ -171,7 +168,9 @@ def mark_parts(model: GPT, mark: Callable[[str], None]) -> None:
             part.weight.register_post_accumulate_grad_hook(ends(OF_BACKWARD + "embedding"))
 
 
-def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
+def break_down(
+    run: Run, steps: int, clock: Callable[[], float] = perf_counter
+) -> list[tuple[str, float, float]]:
     """Time the parts of a step of the uncompiled model: medians over `steps`, after one more step.
 
     Returns each part's name, milliseconds and share. The part `backward` is the whole backward
@@ -179,13 +178,13 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
     """
     # seconds by part, in the order of their first marks
     of_steps = list[defaultdict[str, float]]()
-    last = perf_counter()
+    last = clock()
 
     def mark(part: str) -> None:
         """Count the time since the last mark as the part's; waits for the device."""
         nonlocal last
         synchronize(run.world.device)
-        before, last = last, perf_counter()
+        before, last = last, clock()
         of_steps[-1][part] += last - before
 
     plain = dataclasses.replace(run, model=run.state.model)
@@ -194,13 +193,13 @@ def break_down(run: Run, steps: int) -> list[tuple[str, float, float]]:
         of_steps.append(defaultdict(float))
         train_step(plain, 1)
         mark("optimizer")
-    names = list(of_steps[-1])
-    ms = {name: 1e3 * statistics.median(step[name] for step in of_steps[1:]) for name in names}
-    total = sum(ms.values())
-    of_backward = [name for name in names if name.startswith(OF_BACKWARD)]
-    ms["backward"] = sum(ms[name] for name in of_backward)
-    names.insert(names.index(of_backward[0]), "backward")
-    return [(name, ms[name], ms[name] / total) for name in names]
+    parts = [
+        (part, 1e3 * statistics.median(step[part] for step in of_steps[1:])) for part in of_steps[0]
+    ]
+    total = sum(ms for _, ms in parts)
+    of_backward = [(i, ms) for i, (part, ms) in enumerate(parts) if part.startswith(OF_BACKWARD)]
+    parts.insert(of_backward[0][0], ("backward", sum(ms for _, ms in of_backward)))
+    return [(part, ms, ms / total) for part, ms in parts]
 
 
 def trace(run: Run, path: Path) -> str:

@@ -14,12 +14,10 @@ import bench
 from bench import BenchOptions
 from config import Config, load_config
 from measure import profile
-from measure.interleaved import process
-from measure.ladder.record import Device
+from measure.interleaved.process import in_fresh_process
 from model import GPT, GPTConfig
 from runtime import device
 from runtime.cli import parse
-from runtime.errors import TrainingError
 from runtime.report import about, describe_duration, flops_rate, project_files
 from tests.conftest import CPU, ROOT, TINY, cases, refused, run_from_nothing
 
@@ -31,15 +29,6 @@ def tiny_yaml(tmp_path):
     """A training config of a tiny model, in a file."""
     (tmp_path / "tiny.yaml").write_text(json.dumps(TINY | BATCH))
     return str(tmp_path / "tiny.yaml")
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Models are measured in this process, as a fresh one takes seconds to import torch, and the
-    matmul rate is not.
-    """
-    monkeypatch.setattr(profile, "matmul_tflops", lambda *_: None)
-    monkeypatch.setattr(bench, "in_fresh_process", process.call)
 
 
 def options(*arguments):
@@ -63,7 +52,6 @@ def test_figures_of_passes():
     assert busy["utilization"] is None  # a pass was faster than the matmul
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_rows_with_more_warm_up_leave_out_passes_of_the_same_measurement():
     cold, warm = profile.time_passes(tiny(), "forward", (0, 2), steps=3)
     assert [cold["warmup_steps"], warm["warmup_steps"]] == [0, 2]
@@ -110,11 +98,9 @@ def test_a_matmul_has_a_rate_once_it_is_steady(seconds, rate, monkeypatch):
 
 
 def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():
-    work = profile.set_up(tiny())
-    prepare = profile.passes(work, "backward")
-    gradients = []
+    work, gradients = profile.set_up(tiny()), []
     for _ in range(2):
-        backward = prepare()
+        backward = profile.prepare(work, "backward")
         assert all(p.grad is None for p in work.state.model.parameters())
         backward()
         gradients.append(work.state.model.lm_head.weight.grad.clone())
@@ -125,36 +111,38 @@ def test_backward_gets_a_fresh_untimed_forward_and_cleared_gradients():
 def test_a_training_step_changes_the_weights_and_forward_backward_does_not(computation):
     work = profile.set_up(tiny())
     before = work.state.model.lm_head.weight.clone()
-    profile.passes(work, computation)()()
+    profile.prepare(work, computation)()
     is_changed = not torch.equal(before, work.state.model.lm_head.weight)
     assert is_changed == (computation == "training_step")
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_mixed_precision_is_float16_where_a_gpu_lacks_bfloat16(monkeypatch):
     monkeypatch.setattr(profile, "has_bf16", lambda _: False)
-    (row,) = profile.time_passes(tiny(bf16=True), "forward", (0,), steps=1)
-    assert (row["bf16"], row["fp16"]) == (False, True)
-    assert row["notes"].startswith("note: cpu has no bfloat16: mixed precision is float16 here")
+    work = profile.set_up(tiny(bf16=True))
+    assert (work.config.bf16, work.config.fp16) == (False, True)
+    assert "note: cpu has no bfloat16: mixed precision is float16 here" in work.notes
 
 
 @pytest.mark.usefixtures("forked_processes")
 def test_out_of_memory_and_a_killed_process_are_lines_and_the_rest_goes_on(tmp_path, capsys):
-    _, error = process.in_fresh_process("signal:raise_signal", signal.SIGKILL)
+    _, error = in_fresh_process("signal:raise_signal", signal.SIGKILL)
     assert error == "its process was killed, as the system does when memory runs out"
 
     large = ("large", tiny(batch_size=2**40))  # more than there is
     given = options("--computation", "forward", "--steps", 1)
-    with pytest.raises(
-        TrainingError, match=r"^nothing could be measured: large .*: out of memory$"
-    ):
+    with refused("^nothing could be measured: large .*: out of memory$"):
         bench.time_models(given, [large], tmp_path)
+    # a tiny model in place of the profile's, beside the published seconds
     bench.time_models(given, [large, ("small", tiny())], tmp_path)
     failure = "large forward, full precision: out of memory"
     assert capsys.readouterr().out.count(failure) == 3
     assert failure in (tmp_path / "report.md").read_text()
     with (tmp_path / "results.csv").open(newline="") as file:
-        assert {row["size"] for row in csv.DictReader(file)} == {"small"}
+        row, warm = csv.DictReader(file)
+    assert (row["size"], row["warmup_steps"], warm["warmup_steps"]) == ("small", "0", "1")
+    assert row["published_s"] == "0.074113"
+    ratio = float(row["mean_s"]) / 0.074113
+    assert float(row["over_published"]) == pytest.approx(ratio)
 
 
 # ---- the published profile
@@ -165,10 +153,10 @@ def test_the_default_is_the_published_profile():
     published = bench.published_seconds(BenchOptions())
     mixed = [(name, str(config.bf16).lower()) for name, config in models]
     keys = {
-        (name, computation, str(warm), bf16)
-        for name, bf16 in mixed
-        for computation in BenchOptions().computation
-        for warm in BenchOptions().warmup_steps
+        (name, computation, warm, bf16)
+        for (name, bf16), computation, warm in itertools.product(
+            mixed, BenchOptions().computation, "01"
+        )
     }
     assert keys == published.keys()
     assert published["small", "backward", "0", "false"] == 0.149865
@@ -241,7 +229,8 @@ MISTAKES = """
 --config=speedup7 --size=small => size has no effect in this benchmark; leave it out
 --max_steps=9 => --max_steps: max_steps has no effect
 --dataset=nowhere => dataset has no effect
---total_batch_tokens=64 => total_batch_tokens has no effect
+--breakdown --computation=forward => computation has no effect
+--trace --steps=3 => steps has no effect
 --bf16 --fp16 => bf16 and fp16 exclude each other
 """
 
@@ -263,22 +252,14 @@ def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path):
         ("attn", "register_full_backward_hook", {"backward", "  of which attention"}),
     ],
 )
-def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow, monkeypatch):
+def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow):
     """The clock is the test's own, so that no other process can make it fail."""
     work, now = profile.set_up(tiny(tie_weights=True)), [0.0]
     part = work.state.model.transformer.h[1].get_submodule(module)
     getattr(part, hook)(lambda *_: now.append(now[-1] + 0.06))
-    monkeypatch.setattr(profile, "perf_counter", lambda: now[-1])
-    parts = {name: (ms, share) for name, ms, share in profile.break_down(work, steps=2) if ms}
+    found = profile.break_down(work, steps=2, clock=lambda: now[-1])
+    parts = {name: (ms, share) for name, ms, share in found if ms}
     assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
-
-
-def test_a_step_takes_twice_as_long_as_its_operations_at_the_matmul_rate():
-    config = load_config(n_layer=12, vocab_size=50304, tie_weights=True)
-    with torch.device("meta"):
-        per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
-    device = Device(tflops={"float32": 2e-12})  # 1 FLOP/s at 50% MFU
-    assert device.step_seconds(config) == pytest.approx(4 * 1024 * per_token, rel=2e-3)
 
 
 def test_rates_and_durations_in_words():
@@ -298,7 +279,7 @@ def test_a_trace_of_a_gpu(tmp_path):
 # ---- the whole command
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("forked_processes")
 def test_passes_are_timed_and_reported(tiny_yaml, tmp_path):
     given = ("--steps", 2, "--computation", "forward,training_step", "--log_dir", tmp_path)
     bench.main(options("--config", tiny_yaml, *given))
@@ -312,20 +293,7 @@ def test_passes_are_timed_and_reported(tiny_yaml, tmp_path):
     assert "| tiny forward, full precision |" in (folder / "report.md").read_text()
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_the_profile_is_reported_beside_the_published_seconds(tmp_path, monkeypatch):
-    models = [("small", tiny())]  # a tiny model in place of the profile's
-    monkeypatch.setattr(bench, "models_of", lambda _: models)
-    bench.main(options("--steps=1", "--computation=forward", "--log_dir", tmp_path))
-    (path,) = tmp_path.glob("bench/*/results.csv")
-    with path.open(newline="") as file:
-        row = next(row for row in csv.DictReader(file) if row["warmup_steps"] == "0")
-    assert row["published_s"] == "0.074113"
-    ratio = float(row["mean_s"]) / 0.074113
-    assert float(row["over_published"]) == pytest.approx(ratio)
-
-
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("forked_processes")
 def test_a_step_is_traced_and_broken_down(tiny_yaml, tmp_path, capsys):
     given = ("--trace", "--breakdown", "--steps", 1, "--log_dir", tmp_path)
     bench.main(options("--config", tiny_yaml, *given))

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import ladder
 from config import Config, load_config
@@ -30,6 +31,7 @@ from measure.ladder import report as ladder_report
 from measure.ladder.explain import card_of, card_of_stage
 from measure.ladder.record import Device, Record, Run, Summary
 from measure.report import tables
+from model import GPT, GPTConfig
 from run.log import LOG_COLUMNS
 from runtime.cli import CONFIG_DIR, Options, parse
 from runtime.errors import why_it_failed
@@ -783,6 +785,14 @@ def test_a_factor_of_an_a100_is_of_the_same_steps():
 
 
 # ---- machines
+
+
+def test_a_step_takes_twice_as_long_as_its_operations_at_the_matmul_rate():
+    config = load_config(n_layer=12, vocab_size=50304, tie_weights=True)
+    with torch.device("meta"):
+        per_token = GPT(GPTConfig.of(config)).flops_per_token(config.seq_len)
+    device = Device(tflops={"float32": 2e-12})  # 1 FLOP/s at 50% MFU
+    assert device.step_seconds(config) == pytest.approx(4 * 1024 * per_token, rel=2e-3)
 
 
 def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch):
