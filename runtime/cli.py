@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args, g
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from runtime.errors import UserError
 from runtime.launch import launch
@@ -104,39 +105,34 @@ def parse(
     flags; `options` must allow extra fields and gets them unconverted, in `model_extra`. Raises
     ConfigError with one line for each mistake, and SystemExit after `--help` and `--print_config`.
     """
-    of_file = "[--config FILE]" if config_file else ""
-    usage = ["%(prog)s", positional, of_file, "[--option VALUE ...]"]
     parser = _Parser(
-        usage=" ".join(filter(None, usage)),
+        usage=" ".join(["%(prog)s", *positional.split(), "[--option VALUE ...]"]),
         description=sys.modules["__main__"].__doc__,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    positionals, declared = positional.split(), [*sections(options), *sections(others)]
-    names = _add_arguments(parser, declared, positionals, config_file)
+    declared = [*sections(options), *sections(others)]
+    names = _add_arguments(parser, declared, positional.split(), config_file)
     known, unknown = parser.parse_known_args(argv)
-    advice = {
-        n: f"unknown option; here it is --{text}" for n, text in options.other_names().items()
-    }
-    advice |= {**elsewhere, **dict.fromkeys(positionals, "is given without a flag, see --help")}
-    mistakes = _unknown_arguments(unknown, names, advice)
     flags = vars(known)
     for name, value in flags.items():
-        if isinstance(value, list) and name not in positionals:  # commas are as good as spaces
-            flags[name] = ",".join(value).split(",")
+        if isinstance(value, list) and name not in positional.split():
+            flags[name] = ",".join(value).split(",")  # commas are as good as spaces
     print_config = flags.pop("print_config", False)
-    config = flags.pop("config", None) if config_file else None
-    if config and "config" in options.model_fields:
-        flags["config"] = config
+    config = flags.get("config") if config_file else None
+    if "config" not in options.model_fields:
+        flags.pop("config", None)
+    renamed = {n: f"unknown option; here it is --{t}" for n, t in options.other_names().items()}
+    mistakes = _unknown_arguments(unknown, names, {**renamed, **elsewhere})
     try:
-        values, origin = _load(options, flags, config)
+        values = load(options, flags, config)
     except ConfigError as error:
         mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     if print_config:
-        print(to_yaml(values, origin=origin), end="", flush=True)
+        print(to_yaml(values, origin=_merge(flags, config)[1]), end="", flush=True)
         raise SystemExit(0)
     return values
 
@@ -152,19 +148,7 @@ def load(
     `world_size`: the ranks to validate for (default: this run's). Raises ConfigError with one line
     for each problem: the value's origin, the allowed values, the nearest name.
     """
-    return _load(options, values, config, world_size)[0]
-
-
-def _load(
-    options: type[O],
-    values: Mapping[str, Any],
-    config: str | None,
-    world_size: int | None = None,
-) -> tuple[O, dict[str, str]]:
-    """Return the options, and the origin of each given value."""
-    given, origin = read_yaml(find_config(config)) if config is not None else ({}, {})
-    given |= values
-    origin |= {name: f"--{name}" for name in values}
+    given, origin = _merge(values, config)
     for name, field in options.model_fields.items():
         if name in given and NoneType in get_args(field.annotation):
             # `resume:` in a file unsets an option; `--resume "$RUN"` with an empty RUN is a mistake
@@ -181,7 +165,16 @@ def _load(
     mistakes = loaded.mistakes(named, world_size or launch().world_size)
     if lines := [f"{origin[name]}: {text}" if name in origin else text for name, text in mistakes]:
         raise ConfigError("\n".join(lines))
-    return loaded, origin
+    return loaded
+
+
+def _merge(values: Mapping[str, Any], config: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merge `values` over a config file, if any; return the result and the origin of each value."""
+    of_values = {name: f"--{name}" for name in values}
+    if config is None:
+        return {**values}, of_values
+    in_file, origin = read_yaml(find_config(config))
+    return {**in_file, **values}, origin | of_values
 
 
 def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
@@ -253,7 +246,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one config file, without its `base:` merged in. Raises ConfigError."""
     try:
         values = _parse_yaml(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
@@ -268,24 +261,14 @@ def _parse_yaml(text: str) -> Any:
 
 
 class _StringLoader(yaml.BaseLoader):
-    """Leave every scalar a string; refuse a key that is set twice, and aliases, which may expand
-    to gigabytes.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are not allowed", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
+    """Leave every scalar a string, and refuse a key that is set twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: list[Any] = []
+        keys = []
         for key, _ in node.value:
             if key.value in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} is set twice", key.start_mark
-                )
+                message = f"{key.value!r} is set twice"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             keys.append(key.value)
         return super().construct_mapping(node, deep)
 
@@ -355,7 +338,10 @@ def _unknown_arguments(
     for argument in unknown:
         is_flag = argument.startswith("--")
         if is_flag:
-            mistakes.append(_unknown_flag(argument.partition("=")[0], names, elsewhere))
+            flag = argument.partition("=")[0]
+            near = did_you_mean(flag, names) or "; --help lists them all"
+            name = flag.removeprefix("--").removeprefix("no-")
+            mistakes.append(f"{flag}: {elsewhere.get(name, f'unknown option{near}')}")
         elif not after_flag:
             of_file = ", a YAML file of options --config FILE" if "--config" in names else ""
             mistakes.append(
@@ -364,12 +350,6 @@ def _unknown_arguments(
             )
         after_flag = is_flag
     return mistakes
-
-
-def _unknown_flag(flag: str, names: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    if message := elsewhere.get(flag.removeprefix("--").removeprefix("no-")):
-        return f"{flag}: {message}"
-    return f"{flag}: unknown option{did_you_mean(flag, names) or '; --help lists them all'}"
 
 
 # ---- types and messages
@@ -404,20 +384,26 @@ def _error_lines(
     """Return one line for each problem that pydantic found."""
     lines = []
     for problem in error.errors():
-        name = str(problem["loc"][0]) if problem["loc"] else "option names"
-        if problem["type"] == "extra_forbidden":
-            message = f"unknown option{did_you_mean(name, list(options.model_fields))}"
-            if text := options.other_names().get(name):
-                message = f"unknown option; here it is {text}"
-        else:
-            message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
-            if problem["type"] == "missing" and len(problem["loc"]) > 1:  # one value of a tuple
-                message = f"takes {len(get_args(_value_type(options.model_fields[name])))} values"
-            message += f", not {reprlib.repr(problem['input'])}"
-            if problem["type"] == "tuple_type":
-                message += f"; write it like {[*options.model_fields[name].default]}"
-            if problem["type"] == "literal_error":
-                allowed = re.findall("'(.*?)'", problem["ctx"]["expected"])
-                message += did_you_mean(str(problem["input"]), allowed)
-        lines.append(f"{origin.get(name, name)}: {message}")
+        name = str(problem["loc"][0])
+        lines.append(f"{origin.get(name, name)}: {_message(options, name, problem)}")
     return lines
+
+
+def _message(options: type[Options], name: str, problem: ErrorDetails) -> str:
+    """Return the message for a problem with the value of an option."""
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        text = options.other_names().get(name)
+        near = did_you_mean(name, list(options.model_fields))
+        return f"unknown option; here it is {text}" if text else f"unknown option{near}"
+    message = problem["msg"][0].lower() + problem["msg"][1:].partition(", unable to")[0]
+    field = options.model_fields[name]
+    if kind == "missing":  # one value of a tuple
+        message = f"takes {len(get_args(_value_type(field)))} values"
+    message += f", not {reprlib.repr(problem['input'])}"
+    if kind == "tuple_type":
+        message += f"; write it like {[*field.default]}"
+    if kind == "literal_error":
+        allowed = re.findall("'(.*?)'", problem["ctx"]["expected"])
+        message += did_you_mean(str(problem["input"]), allowed)
+    return message

@@ -5,9 +5,7 @@ import functools
 import inspect
 import math
 import os
-import re
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -189,7 +187,7 @@ def check_compiler(
 ) -> list[str]:
     """Return notes on torch.compile in this mode; `effective_mode`: as the mode acts here.
 
-    Raises UserError on a CPU without a C++ compiler, or with folders that it cannot read.
+    Raises UserError on a CPU without a C++ compiler.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -203,13 +201,6 @@ def check_compiler(
                 "--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
                 "or run without --compile"
             ) from error
-        for place in (tempfile.gettempdir(), cache_dir()):
-            if re.search(r"\s", place):
-                raise UserError(
-                    f"--compile: {place} has white space in its name, which PyTorch does not quote "
-                    f"for the C++ compiler; set TMPDIR and TORCHINDUCTOR_CACHE_DIR to other "
-                    f"folders, or run without --compile"
-                )
     searches = device.type == "cuda" and "max-autotune" in (effective_mode or mode)
     minutes = "five minutes" if searches else "a minute"
     notes = [

@@ -5,7 +5,6 @@ This imports nothing of the project, and not torch: reading the options needs it
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 
@@ -26,7 +25,7 @@ class Launch:
 
 
 def launch() -> Launch:
-    """Read torchrun's environment. A mistake in it ends the process: printing needs the rank."""
+    """Read torchrun's environment."""
     world_size = _number("WORLD_SIZE", 1)
     alone = Launch(
         by_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
@@ -51,15 +50,7 @@ def launch() -> Launch:
 
 def _number(name: str, default: int) -> int:
     """Return a variable's whole number; 0 and "" mean the default."""
-    text = os.environ.get(name) or "0"
-    if not text.isdecimal():
-        print(
-            f"error: environment variable {name}: has to be a whole number, not {text!r}; correct "
-            "or unset it",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
-    return int(text) or default
+    return int(os.environ.get(name) or 0) or default
 
 
 def threads_are_chosen() -> bool:

@@ -57,23 +57,15 @@ def git_commit() -> str | None:
 def project_files(*patterns: str) -> list[Path]:
     """Return the files that git tracks and that match a pattern, such as "configs/**/*.yaml".
 
-    A user's own files in the checkout are left out. Without git, as in an unpacked archive, these
-    are Python files in folders that are no packages.
+    A user's own files in the checkout are left out. Without git, as in an unpacked archive, they
+    are not.
     """
     tracked = _git("ls-files", "-z", "--", *(f":(glob){pattern}" for pattern in patterns))
     if tracked:
-        # a set, since git lists a file with a merge conflict three times
         paths = {ROOT / name for name in tracked.strip("\0").split("\0")}
     else:
-        found = {path for pattern in patterns for path in ROOT.glob(pattern)}
-        paths = {path for path in found if path.suffix != ".py" or _is_module(path)}
+        paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return sorted(path for path in paths if path.is_file())  # a tracked file may be deleted
-
-
-def _is_module(path: Path) -> bool:
-    """Return True if all folders of a Python file, up to the project's, are packages."""
-    folders = path.relative_to(ROOT).parents[:-1]
-    return all((ROOT / folder / "__init__.py").exists() for folder in folders)
 
 
 def git_diff() -> str:
@@ -163,12 +155,8 @@ class Estimate:
         low, high = self.ends
         if self.low is None:
             return f"{self.value:.2f}"
-        digits = (
-            2
-            if high - low >= 0.02
-            and (low <= 1 <= high or "1.00" not in (f"{low:.2f}", f"{high:.2f}"))
-            else 3
-        )
+        hides_one = "1.00" in (f"{low:.2f}", f"{high:.2f}") and not low <= 1 <= high
+        digits = 3 if high - low < 0.02 or hides_one else 2
         verdict = self.verdict and f", {self.verdict}"
         return f"{self.value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){verdict}"
 

@@ -19,7 +19,6 @@ from runtime.signals import exit_when_parent_dies
 
 # Parameters of glibc's mallopt(3)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
-SMALL_CACHES = "glibc.malloc.tcache_count"
 
 
 def start(options: type[O], argv: Sequence[str] | None = None, **how: Any) -> O:
@@ -113,13 +112,6 @@ def return_freed_memory() -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc and the user has not configured its allocator.
-
-    The size of its caches for small buffers does not count: see docs/running.md.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", SMALL_CACHES)
-    is_chosen = any(name.startswith("MALLOC_") for name in os.environ)
-    if is_chosen or not tunables.startswith(SMALL_CACHES):
-        return None
+    """Return the C library if it is glibc."""
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "malloc_trim") else None

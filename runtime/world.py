@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -159,8 +158,7 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
     if gpu:
         torch.cuda.set_device(gpu)
     try:
-        with _stderr_discarded():
-            store, rank, world_size = next(rendezvous("env://", timeout=limit))
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
         # torchrun may keep its store through restarts, with entries of the earlier ranks
         store = dist.PrefixStore(f"restart {started.restart}", store)
         dist.init_process_group(
@@ -179,22 +177,6 @@ def _join(device: torch.device, started: Launch, timeout: float) -> None:
             f"kind of device, and to reach that address through the network interface in "
             f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; no other program may use its port"
         ) from None
-
-
-@contextlib.contextmanager
-def _stderr_discarded() -> Iterator[None]:
-    """Discard stderr: PyTorch prints 20 lines of C++ frames there before it raises an error."""
-    if not sys.stderr:  # closed: another file may have its number
-        yield
-        return
-    stderr = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 def _check_match(world: World, must_match: Mapping[str, Any]) -> World:

@@ -259,7 +259,6 @@ baseline speedup3 --seeds 2 -- --eval_every 5 --val_fraction 0.1 => speedup3 tra
 --across ROOT/logs/results/h200/ablate_softcap => results.csv: not the table of a ladder
 --ablate --plot x => --ablate has no effect with --plot; leave it out
 --across x --rerun => --rerun has no effect with --across; leave it out
---configs => --configs: is given without a flag
 baseline -- --config y => --config after --: the ladder sets it for each run
 baseline -- --run_name=x => --run_name after --
 speedup --report_only --log_dir= => --log_dir: string should have at least 1 character
