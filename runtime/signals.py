@@ -76,13 +76,9 @@ class StopRequest:
                 signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
-        # libraries may turn the Stopped of `_on_signal` into an error of theirs
-        early = self.received is not None and not self.has_begun and launch().world_size == 1
-        if early and kind and issubclass(kind, Exception):
-            raise Stopped(0) from None
 
     def end_early(self, asked: bool) -> None:
         """End the run before its first step if any rank was asked to stop. Raises Stopped."""

@@ -44,7 +44,7 @@ def parse_command_line(options: type[O], argv: Sequence[str] | None = None, **ho
 def set_up_process(device: str = "auto", retain_memory: bool = True) -> None:
     """Set variables and allocators before torch is imported, unless the user has set them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks in warnings
-    share_cores()
+    share_cores(cores())
     if device == "cpu" or not has_nvidia_gpu():
         if retain_memory:
             retain_freed_memory()
@@ -59,14 +59,14 @@ def has_nvidia_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() and bool(re.match(r"\d|GPU-|MIG-", visible))
 
 
-def share_cores() -> None:
-    """Give PyTorch and the workers of torch.compile this rank's share of the machine's cores.
+def share_cores(count: int) -> None:
+    """Give PyTorch and the workers of torch.compile this rank's share of `count` cores.
 
     Without this, each of several ranks would take all cores, or under torchrun one.
     """
     ranks = launch().local_world_size
     if ranks > 1:
-        share = str(max(1, cores() // ranks))
+        share = str(max(1, count // ranks))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
         if not threads_are_chosen():
             os.environ["OMP_NUM_THREADS"] = share

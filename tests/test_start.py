@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import runtime.device
-import runtime.start
 from runtime.device import choose_device, peak_memory_mb
-from runtime.report import available_memory, physical_memory
 from runtime.start import cores, set_up_process, share_cores
 from tests.conftest import CPU, ROOT, refused, run_from_nothing
 from tests.fake_cuda import answering
@@ -19,100 +17,15 @@ from tests.fake_cuda import answering
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Set the variables of a user or of torchrun, and unset all others that this module reads."""
-
-    def put(**given):
-        for name in (
-            "OMP_NUM_THREADS",
-            "TORCHELASTIC_RUN_ID",
-            "TORCHINDUCTOR_COMPILE_THREADS",
-            "CUDA_VISIBLE_DEVICES",
-            "PYTORCH_ALLOC_CONF",
-            "PYTORCH_CUDA_ALLOC_CONF",
-        ):
-            monkeypatch.setenv(name, "")  # restored after the test
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("GLIBC_TUNABLES", "")  # leaves this process's allocator as it is
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-
-    return put
+    """Set the variables of a user or of torchrun, and unset all others."""
+    return lambda **given: monkeypatch.setattr(os, "environ", given)
 
 
-# faults of pages while 64 MB are taken and given back twice more, as a step does with its buffers
-CHURN = """
-import resource, sys
-if sys.argv[1] == "settled":
-    from runtime.start import set_up_process
-    set_up_process()
-import ctypes
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-def step():
-    buffer = libc.malloc(64 * 2**20)
-    ctypes.memset(buffer, 1, 64 * 2**20)
-    libc.free(buffer)
-step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(2):
-    step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def printed_by(code, argument, **environment):
-    """The number that a process of its own prints."""
-    done = run_from_nothing("-c", code, argument, cwd=ROOT, **environment)
-    return int(done.stdout)
-
-
-def test_buffers_that_a_step_frees_are_not_faulted_in_again_by_the_next():
-    assert printed_by(CHURN, "plain") > 1000
-    assert printed_by(CHURN, "settled") < 100
-    assert printed_by(CHURN, "settled", MALLOC_TRIM_THRESHOLD_="131072") > 1000, (
-        "what the user has set stands"
-    )
-    smaller_caches = {
-        "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"
-    }  # an example of docs/running.md
-    assert printed_by(CHURN, "settled", **smaller_caches) < 100
-
-
-GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-
-
-@pytest.mark.parametrize(
-    ("device", "has_driver", "given", "is_on_gpu", "found"),
-    [
-        ("auto", True, {}, True, GROWS),
-        ("cuda", True, {"CUDA_VISIBLE_DEVICES": "1,0"}, True, GROWS),
-        ("cuda", True, {"PYTORCH_CUDA_ALLOC_CONF": "any"}, True, {}),
-        ("cpu", True, {}, False, {}),
-        ("auto", True, {"CUDA_VISIBLE_DEVICES": "-1"}, False, {}),
-        ("auto", True, {"CUDA_VISIBLE_DEVICES": ""}, False, {}),
-        ("auto", False, {}, False, {}),
-    ],
-)
-def test_a_gpus_allocator_grows_its_segments_and_a_cpus_keeps_what_is_freed(
-    device, has_driver, given, is_on_gpu, found, environment, monkeypatch
-):
-    retained = []
-    environment(**given)
-    monkeypatch.setattr(runtime.start, "retain_freed_memory", lambda: retained.append(device))
-    monkeypatch.setattr(Path, "exists", lambda path: has_driver)
-    set_up_process(device)
-    assert bool(retained) != is_on_gpu
-    set_up_process(device, retain_memory=False)
-    assert len(retained) <= 1
-    assert {name: os.environ[name] for name in GROWS if name in os.environ} == found
-
-
-# MB that the process has gained once 64 buffers of 4 MB have been freed except the newest
+# MB that a process has gained once 64 buffers of 4 MB have been freed except the newest
 FREED = """
 import ctypes, os, sys
 from runtime.start import return_freed_memory, set_up_process
-set_up_process()
+set_up_process(retain_memory="retain" in sys.argv)
 def resident_mb():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -125,35 +38,34 @@ for buffer in buffers:
     ctypes.memset(buffer, 1, 4 * 2**20)
 for buffer in buffers[:-1]:
     libc.free(buffer)
-if sys.argv[1] == "returned":
+if "return" in sys.argv:
     return_freed_memory()
 print(resident_mb() - before)
 """
 
 
-def test_freed_memory_is_retained_until_it_is_returned():
-    assert printed_by(FREED, "retained") in range(200, 300)
-    assert printed_by(FREED, "returned") < 20
+@pytest.mark.parametrize(
+    ("words", "mb"), [("retain", range(200, 300)), ("retain return", range(20)), ("", range(20))]
+)
+def test_freed_memory_is_retained_until_it_is_returned(words, mb):
+    assert int(run_from_nothing("-c", FREED, *words.split(), cwd=ROOT).stdout) in mb
 
 
-@pytest.fixture
-def files(monkeypatch):
-    """Texts of the system's files by path; all other files are missing."""
-    texts = {}
-
-    def read_text(path):
-        if str(path) not in texts:
-            raise FileNotFoundError(path)
-        return texts[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    return texts
-
-
-def test_available_memory_is_the_systems_figure_else_all_memory(files):
-    assert available_memory() == physical_memory()
-    files["/proc/meminfo"] = "MemFree:        1000 kB\nMemAvailable:   3000 kB\n"
-    assert available_memory() == 3000 * 1024
+@pytest.mark.parametrize(
+    ("device", "given", "grows"),
+    [
+        ("auto", {}, True),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "1,0"}, True),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "any"}, False),
+        ("cpu", {}, False),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "-1"}, False),
+    ],
+)
+def test_a_gpus_allocator_grows_its_segments(device, given, grows, environment, monkeypatch):
+    environment(**given)
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # NVIDIA's driver
+    set_up_process(device, retain_memory=False)
+    assert (os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True") == grows
 
 
 # ---- the device
@@ -188,11 +100,27 @@ def test_a_peak_of_memory_is_in_bytes_on_macos(monkeypatch):
 
 # ---- threads
 
-OF_8_CORES = """if True:
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "4"),  # on two machines
+        ({"WORLD_SIZE": "3"}, "2"),  # started by hand
+        ({"WORLD_SIZE": "16"}, "1"),
+        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}, "3"),
+        ({}, None),  # alone: PyTorch's own choice
+    ],
+)
+def test_a_rank_has_its_share_of_the_8_cores_of_its_machine(given, threads, environment):
+    environment(**given)
+    share_cores(8)
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+SHARES = """if True:
     import os
-    import runtime.start as start
-    start.cores = lambda: 8
-    start.set_up_process()
+    from runtime.start import share_cores
+    share_cores(8)
     print(os.environ["OMP_NUM_THREADS"])
 """
 # torchrun sets one thread unless the user has set a number
@@ -200,35 +128,13 @@ STARTS = """OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHELASTIC_RUN_ID=any "$0"
 
 
 @pytest.mark.parametrize(("given", "threads"), [({}, 4), ({"OMP_NUM_THREADS": "1"}, 1)])
-def test_ranks_share_the_cores_unless_the_user_has_set_their_threads(given, threads, environment):
-    environment(WORLD_SIZE="2", **given)
-    command = ["bash", "-c", STARTS, sys.executable, OF_8_CORES]
-    assert int(subprocess.check_output(command, cwd=ROOT)) == threads
+def test_one_thread_of_the_users_is_told_from_torchruns(given, threads):
+    command = ["bash", "-c", STARTS, sys.executable, SHARES]
+    printed = subprocess.check_output(command, cwd=ROOT, env={"WORLD_SIZE": "2"} | given)
+    assert int(printed) == threads
 
 
-@pytest.mark.parametrize(
-    ("world_size", "local_world_size", "threads"),
-    [
-        ("4", "2", "4"),  # on two machines
-        ("3", "", "2"),  # started by hand
-        ("16", "", "1"),
-        ("1", "", None),  # alone: PyTorch's own choice
-    ],
-)
-def test_a_process_has_its_share_of_the_8_cores_of_its_machine(
-    world_size, local_world_size, threads, environment, monkeypatch
-):
-    environment(WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=local_world_size)
-    monkeypatch.setattr(runtime.start, "cores", lambda: 8)
-    share_cores()
-    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
-        assert os.environ.get(name) == threads
-
-
-def test_two_threads_of_one_core_are_one_core(files, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
-    assert cores() == 4, "nothing is known of them"
-    for cpu in range(8):
-        place = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        files[place] = f"{cpu % 4},{cpu % 4 + 4}"
+def test_two_threads_of_one_core_are_one_core(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 6})
+    monkeypatch.setattr(Path, "read_text", lambda path: f"siblings {int(path.parts[5][3:]) % 4}")
     assert cores() == 3
