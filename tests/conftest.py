@@ -6,7 +6,8 @@ import contextlib
 import csv
 import functools
 import itertools
-import multiprocessing.forkserver
+import math
+import multiprocessing
 import os
 import runpy
 import signal
@@ -14,12 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,7 +27,7 @@ import run.summary as run_summary
 from checkpoint.files import STATE, read_json
 from checkpoint.names import all_checkpoints
 from checkpoint.weights import load_model
-from config import Config, load_config
+from config import load_config
 from data.token_file import TokenFile, write_corpus
 from inference.sampling import Text, grow, seeded
 from measure.interleaved import rounds
@@ -43,21 +43,21 @@ from runtime.world import World
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 ALONE = World(CPU)
-TINY: dict[str, Any] = {
+TINY = {
     "n_layer": 2,
     "n_head": 2,
     "n_embd": 32,
     "block_size": 32,
     "vocab_size": 128,
 }
-TINY_RUN: dict[str, Any] = {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
+TINY_RUN = {"dataset": "tiny", "device": "cpu", "seq_len": 32, "batch_size": 4}
 # Compiling takes most of a test's time. Tests of --compile share this model and its batches: one of
 # them waits for the C++ compiler, the others find its work in PyTorch's cache.
-COMPILED: dict[str, Any] = {"compile": True, "n_layer": 1, "tie_weights": True}
-WITH_TEXT: dict[str, Any] = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}  # GPT-2's tokens
+COMPILED = {"compile": True, "n_layer": 1, "tie_weights": True}
+WITH_TEXT = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}  # GPT-2's tokens
 
 # All flags of newer recipes that make another model than GPT-2.
-MODERN: dict[str, Any] = {
+MODERN = {
     "rope": True,
     "norm": "rmsnorm",
     "norm_weight": False,
@@ -101,65 +101,49 @@ run_summary.matmul_tflops = estimate.matmul_tflops = lambda *_, **__: 1.0
 LONG = [f"test_{name}.py" for name in ("fsdp", "machines", "ddp", "text", "resume", "train")]
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config):
     """Return the workers of `-n auto`: a third of the time tests wait for processes or time."""
     return cores() + 1
 
 
-def pytest_configure_node(node: Any) -> None:
-    """Give a worker the one fork server of all, as it takes seconds to start."""
-    fork_server()
-    server = vars(multiprocessing.forkserver._forkserver)
-    names = ("_forkserver_address", "_forkserver_authkey")  # the second since Python 3.14
-    node.workerinput["fork_server"] = {name: server.get(name) for name in names}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if shared := getattr(config, "workerinput", {}).get("fork_server"):
-        shared["_forkserver_alive_fd"] = os.open(os.devnull, os.O_RDONLY)
-        vars(multiprocessing.forkserver._forkserver).update(shared, ensure_running=lambda: None)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skipif(True, reason="needs a CUDA GPU"))
+                item.add_marker(pytest.mark.skip("needs a CUDA GPU"))
 
 
 @functools.cache
-def fast_precision() -> dict[str, bool]:
+def fast_precision():
     """Options that switch bfloat16 off where it is slow, for tests of something else."""
     return {} if slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
 
 
 @pytest.fixture(autouse=True)
-def only_gpu_tests_see_a_gpu(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def only_gpu_tests_see_a_gpu(request, monkeypatch):
     """The commands that other tests start would choose it."""
     if "gpu" not in request.keywords:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(autouse=True)
-def compiled_code_is_forgotten() -> None:
+def compiled_code_is_forgotten():
     """PyTorch compiles a function for 8 models of one process, and runs later ones uncompiled."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 @pytest.fixture
-def tiny_model() -> Callable[..., GPT]:
-    def build(seed: int = 0, **options) -> GPT:
+def tiny_model():
+    def build(seed=0, **options):
         torch.manual_seed(seed)
         return GPT(GPTConfig(**(TINY | options)))
 
     return build
 
 
-def transformers_pair(folder: Path, **sizes: Any) -> tuple[GPT, Any]:
+def transformers_pair(folder, **sizes):
     """Our GPT-2 and transformers', with the same random weights, which went through a folder."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -173,14 +157,14 @@ def transformers_pair(folder: Path, **sizes: Any) -> tuple[GPT, Any]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     """A folder `data` with the corpus `tiny`: 4,000 tokens below 100, each of which determines the
     next.
     """
     return write_tiny_corpus(tmp_path)
 
 
-def write_tiny_corpus(place: Path) -> Path:
+def write_tiny_corpus(place):
     tokens = list(
         itertools.accumulate(range(3999), lambda token, _: (21 * token + 7) % 100, initial=0)
     )
@@ -189,14 +173,14 @@ def write_tiny_corpus(place: Path) -> Path:
 
 
 @pytest.fixture
-def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
+def tiny_config(corpus, tmp_path):
     """Options of a run that takes a fraction of a second; keywords override them."""
     return functools.partial(tiny_run, tmp_path)
 
 
-def tiny_run(place: Path, shape: dict[str, Any] = TINY, **options) -> Config:
+def tiny_run(place, shape=TINY, **options):
     """The options of `tiny_config` for a run in any folder; `shape`: the model's, if it has one."""
-    values: dict[str, Any] = {
+    values = {
         "data_dir": str(place / "data"),
         "log_dir": str(place / "logs"),
         "max_steps": 6,
@@ -206,7 +190,7 @@ def tiny_run(place: Path, shape: dict[str, Any] = TINY, **options) -> Config:
 
 
 @pytest.fixture
-def go(tiny_config: Callable[..., Config]) -> Callable[..., dict[str, Any]]:
+def go(tiny_config):
     """Train a config, or a tiny one with some options; returns the summary."""
     from train import train
 
@@ -214,12 +198,12 @@ def go(tiny_config: Callable[..., Config]) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path):
     """Return the folder of a tiny run that is given no name."""
     return tmp_path / "logs/train"
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> Callable[[], None]:
+def at_step(monkeypatch, act):
     """Call `act(call, model)` in every step of the next runs, `call` counting from 1, once its
     gradients are there and clipped.
 
@@ -229,7 +213,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> 
 
     real, calls = train_module.clip_gradients, itertools.count(1)
 
-    def clip_gradients(model: GPT, grad_clip: float) -> torch.Tensor:
+    def clip_gradients(model, grad_clip):
         norm = real(model, grad_clip)
         instead = act(next(calls), model)
         return norm if instead is None else instead
@@ -238,22 +222,21 @@ def at_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, GPT], Any]) -> 
     return lambda: monkeypatch.setattr(train_module, "clip_gradients", real)
 
 
-def poisoned_at(*steps: int) -> Callable[[int, GPT], Any]:
+def poisoned_at(*steps):
     """Make the gradients of some steps nan."""
 
-    def act(call: int, model: GPT) -> Any:
+    def act(call, model):
         if call not in steps:
             return None
         for p in model.parameters():
-            assert p.grad is not None
-            p.grad *= float("nan")
-        return torch.full((), float("nan"), device=model.lm_head.weight.device)
+            p.grad *= math.nan
+        return torch.full((), math.nan, device=p.device)
 
     return act
 
 
 @pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Callable[[], None]]:
+def stop_at(monkeypatch):
     """Makes the next run get SIGTERM during a step of its own count."""
     return lambda at: at_step(
         monkeypatch, lambda call, _: signal.raise_signal(signal.SIGTERM) if call == at else None
@@ -263,15 +246,12 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Callable[[], Non
 # ---- commands in processes of their own
 
 
-_get_context = multiprocessing.get_context
-
-
 @functools.cache
-def fork_server() -> Any:
+def fork_server():
     """The multiprocessing context whose processes begin with PyTorch, other packages, and what
     train.py imports.
     """
-    context = _get_context("forkserver")
+    context = ForkServerContext()
     context.set_forkserver_preload(
         [
             "pytest",
@@ -288,17 +268,17 @@ def fork_server() -> Any:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # runtime/start.py sets it too
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # a process that has started CUDA cannot be forked
         patch.setattr(tempfile, "tempdir", "/tmp")  # the name of a socket has at most 107 letters
-        multiprocessing.forkserver._forkserver.ensure_running()
+        _forkserver.ensure_running()
     return context
 
 
 def _be(
-    command: Sequence[str],
-    cwd: Path,
-    env: Mapping[str, str],
-    streams: Mapping[int, Connection],
-    before: Sequence[Callable[[], None]],
-) -> None:
+    command,
+    cwd,
+    env,
+    streams,
+    before,
+):
     """Become the command `python <command>`: a script, `-m module` or `-c code`. `streams`: the
     files of the descriptors 0 to 2.
     """
@@ -328,13 +308,13 @@ def _be(
         runpy.run_path(first, run_name="__main__")
 
 
-def forks() -> None:
+def forks():
     """Let this process, which is forked, fork the commands of Python that it starts, and what runs
     `in_fresh_process`, from the same one.
     """
     multiprocessing.get_context = lambda *_: fork_server()
-    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-    subprocess.Popen = Forked  # type: ignore[misc]
+    _forkserver.ensure_running = lambda: None
+    subprocess.Popen = Forked
 
 
 class Forked(subprocess.Popen):
@@ -342,12 +322,12 @@ class Forked(subprocess.Popen):
     PyTorch, which takes seconds: so they are at work at once.
     """
 
-    before: tuple[Callable[[], None], ...] = (forks,)  # called in the new process first
+    before = (forks,)  # called in the new process first
 
-    def _execute_child(self, args: Any, *given: Any) -> None:
+    def _execute_child(self, args, *given):
         self.process = None
         if args[0] != sys.executable:
-            super()._execute_child(args, *given)  # type: ignore[misc]
+            super()._execute_child(args, *given)
             return
         cwd, env, pipes, new_session = given[4], given[5], given[9:15], given[20]
         # -1: this process's own
@@ -368,26 +348,26 @@ class Forked(subprocess.Popen):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             while new_session and os.getpgid(self.pid) != self.pid:
                 time.sleep(0.001)
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)
 
-    def _wait(self, timeout: float | None) -> int:
+    def _wait(self, timeout):
         """Popen's own method waits for children only."""
         if self.process is None:
-            return super()._wait(timeout)  # type: ignore[misc]
+            return super()._wait(timeout)
         self.process.join(timeout)
         if self._internal_poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self.returncode
 
-    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+    def _internal_poll(self, *given, **more):
         if self.process is None:
-            return super()._internal_poll(*given, **more)  # type: ignore[misc]
+            return super()._internal_poll(*given, **more)
         self.returncode = self.process.exitcode
         return self.returncode
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch):
     """Commands of Python that this test's code starts, and their own children, begin with PyTorch
     imported, and interleaved sides take short turns.
     """
@@ -397,7 +377,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_processes(monkeypatch):
     """What runs `in_fresh_process` begins with PyTorch imported."""
     context = fork_server()
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
@@ -408,10 +388,10 @@ class Started(Forked):
 
     def __init__(
         self,
-        words: Sequence[str],
-        cwd: Path,
-        env: dict[str, str],
-        before: Callable[[], None] | None,
+        words,
+        cwd,
+        env,
+        before,
     ):
         self.before = (before,) if before else ()
         self.printed = tempfile.TemporaryDirectory()
@@ -419,7 +399,7 @@ class Started(Forked):
         with open(self.out, "w") as out, open(self.err, "w") as err:
             super().__init__([sys.executable, *words], cwd=cwd, env=env, stdout=out, stderr=err)
 
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, input=None, timeout=None):
         """Return all of stdout and stderr once the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(timeout)
@@ -428,21 +408,17 @@ class Started(Forked):
         return out, err
 
 
-def words(first: str | Path, *rest: str | Path) -> list[str]:
+def words(first, *rest):
     """The words behind `python` of a command; a script of this project (`train.py`) by its name."""
     return [str(ROOT / first) if str(first).endswith(".py") else str(first), *map(str, rest)]
 
 
-def start(
-    *command: str | Path, cwd: Path, before: Callable[[], None] | None = None, **env: str
-) -> Started:
+def start(*command, cwd, before=None, **env):
     """`python <command>` beside the test; `before` is called in its process first."""
     return Started(words(*command), cwd, os.environ | env, before)
 
 
-def finish(
-    process: Started, timeout: float = 240, status: int | None = 0
-) -> subprocess.CompletedProcess[str]:
+def finish(process, timeout=240, status=0):
     """Wait for the end of a process, which has to have this status; None: any."""
     out, err = process.communicate(timeout=timeout)
     assert status in (process.returncode, None), out + err
@@ -450,20 +426,18 @@ def finish(
 
 
 def run(
-    *command: str | Path,
-    cwd: Path,
-    before: Callable[[], None] | None = None,
-    status: int = 0,
-    **env: str,
-) -> subprocess.CompletedProcess[str]:
+    *command,
+    cwd,
+    before=None,
+    status=0,
+    **env,
+):
     """A command run to its end, in a process that has PyTorch at hand."""
     with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
         return finish(process, status=status)
 
 
-def run_from_nothing(
-    *command: str | Path, cwd: Path, status: int = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
+def run_from_nothing(*command, cwd, status=0, **env):
     """A script of this project, as a user would start it."""
     done = subprocess.run(
         [sys.executable, *words(*command)],
@@ -479,23 +453,23 @@ def run_from_nothing(
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
-def torchrun(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+def torchrun(*command, cwd, status=0):
     """A script on two ranks, by torchrun."""
     ranks = (*TORCHRUN, "--nproc_per_node=2", *command)
     return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
-def impatient() -> None:
+def impatient():
     """Do not wait for torchrun if this process fails: no torchrun started it."""
     errors.WAIT_FOR_TORCHRUN_S = 0
 
 
-def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
+def start_ranks(ranks, *command, cwd):
     """The processes of a run on several ranks, with the environment and the store of torchrun, but
     without torchrun.
     """
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    processes: list[Any] = []
+    processes = []
     for rank in range(ranks):
         env = {
             "RANK": str(rank),
@@ -512,16 +486,14 @@ def start_ranks(ranks: int, *command: str | Path, cwd: Path) -> list[Any]:
     return processes
 
 
-def run_ranks(
-    ranks: int, *command: str | Path, cwd: Path, timeout: float = 240, status: int | None = 0
-) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(ranks, *command, cwd, timeout=240, status=0):
     """A run on several ranks, to its end, which each has with this status."""
     with ended(start_ranks(ranks, *command, cwd=cwd)) as processes:
         return [finish(process, timeout, status) for process in processes]
 
 
 @contextlib.contextmanager
-def ended(processes: list[Any]) -> Iterator[list[Any]]:
+def ended(processes):
     """Processes that are gone at the end, whatever happens."""
     try:
         yield processes
@@ -531,7 +503,7 @@ def ended(processes: list[Any]) -> Iterator[list[Any]]:
             process.wait()
 
 
-def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 100) -> None:
+def wait_for(condition, process, seconds=100):
     deadline = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
@@ -539,47 +511,47 @@ def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 100) -
         time.sleep(0.01)
 
 
-def children(process: Any) -> list[int]:
+def children(process):
     """Process numbers of a process's children."""
     numbers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return sorted(map(int, numbers))
 
 
-def kill_all(pids: Iterable[int]) -> None:
+def kill_all(pids):
     """kill -9 of processes, of which some may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def flags(config: Config) -> list[str]:
+def flags(config):
     """A config as command-line flags."""
     return rounds.to_flags(config.model_dump(include=config.model_fields_set))
 
 
-def tokens_in(path: Path) -> np.ndarray:
+def tokens_in(path):
     """All tokens of a token file, (tokens,) uint16."""
     file = TokenFile(path)
     return file.read(0, file.tokens)
 
 
-def folder_of(run: Path | Config) -> Path:
+def folder_of(run):
     """The folder of a run, given that or its config."""
     return run if isinstance(run, Path) else Path(run.log_dir) / str(run.run_name)
 
 
-def log(run: Path | Config) -> list[tuple[str, ...]]:
+def log(run):
     """Every column of a run's log but the times."""
     with open(folder_of(run) / "log.csv", newline="") as file:
         return [(row["step"], row["loss"], row["lr"], row["norm"]) for row in csv.DictReader(file)]
 
 
-def console(run: Path | Config) -> str:
+def console(run):
     """All that a run has printed."""
     return (folder_of(run) / "console.log").read_text()
 
 
-def end_of(run: Path | Config) -> dict[str, Any]:
+def end_of(run):
     """All that an interruption must not change: figures, the best checkpoint's name, and of the
     last one the tensors' hashes, the numbers and the ranks' dropout.
     """
@@ -598,18 +570,18 @@ def end_of(run: Path | Config) -> dict[str, Any]:
     }
 
 
-def reseal(folder: Path) -> None:
+def reseal(folder):
     """Write a checkpoint's checksums anew, as one who means harm would."""
     command = "sha256sum *.safetensors *.json > SHA256SUMS"
     subprocess.run(command, shell=True, cwd=folder, check=True)
 
 
-def cases(table: str) -> list[list[str]]:
+def cases(table):
     """Split lines of the form `input => expected message`."""
     return [line.split(" => ") for line in table.strip("\n").splitlines()]
 
 
-def refused(message: str, lines: int = 1) -> Any:
+def refused(message, lines=1):
     """Expect a UserError with this in its message, and this number of lines."""
     return pytest.raises(
         UserError, match=message, check=lambda error: str(error).count("\n") + 1 == lines
@@ -617,7 +589,7 @@ def refused(message: str, lines: int = 1) -> Any:
 
 
 @pytest.fixture
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_tmp_path(tmp_path, monkeypatch):
     """Let a test work in a folder of its own, with relative paths."""
     monkeypatch.chdir(tmp_path)
 

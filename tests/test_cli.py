@@ -10,7 +10,6 @@ from run.log import read_rows
 from tests.conftest import (
     ROOT,
     ended,
-    fast_precision,
     flags,
     run,
     run_from_nothing,
@@ -33,8 +32,7 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
         "--eval_every 3 --eval_tokens 640 --sample_every 3 --sample_tokens 4 --log_every 1 "
         "--warmup_steps 1"
     )
-    precision = [f"--no-{name}" for name in fast_precision()]
-    command = ["train.py", "--config", "quickstart.yaml", *SMALL, *more.split(), *precision]
+    command = ["train.py", "--config", "quickstart.yaml", *SMALL, *more.split()]
     trained = run_from_nothing(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
     for text in (
         "preparing data/pydocs",

@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -218,16 +217,11 @@ def test_output_that_nobody_reads_does_not_end_a_run(unread, tiny_config, here, 
     assert "done: 6 steps" in (here / "console.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "command", ["data/text.py book.txt", "train.py --help", "train.py --print_config"]
-)
-def test_commands_whose_output_nobody_reads_end_without_a_word(command, tmp_path):
-    (tmp_path / "book.txt").write_text("It was a bright cold day in April.")
-    pipeline = f"{sys.executable} {ROOT}/{command} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", pipeline], cwd=tmp_path, capture_output=True, text=True)
+def test_a_command_whose_output_nobody_reads_ends_without_a_word():
+    pipeline = f"{sys.executable} {ROOT}/train.py --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", pipeline], capture_output=True)
     assert done.returncode in (0, 128 + signal.SIGPIPE)
-    assert [line for line in done.stderr.splitlines() if not line.startswith("tokeniz")] == []
-    assert (tmp_path / "data/book").is_dir() == command.startswith("data")
+    assert done.stderr == b""
 
 
 # ---- signals
@@ -237,13 +231,10 @@ def test_commands_whose_output_nobody_reads_end_without_a_word(command, tmp_path
 def test_a_closed_terminal_saves_and_ends_like_sigterm_and_under_nohup_changes_nothing(
     before, steps, go, here, monkeypatch
 ):
-    outside = signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, before)
     at_step(monkeypatch, lambda call, _: signal.raise_signal(signal.SIGHUP) if call == 3 else None)
-    try:
-        assert go()["interrupted"] == (steps == 3)
-        assert signal.getsignal(signal.SIGHUP) is before
-    finally:
-        signal.signal(signal.SIGHUP, outside)
+    assert go()["interrupted"] == (steps == 3)
+    assert signal.signal(signal.SIGHUP, signal.SIG_DFL) is before
     assert read_state(newest(here)).step == steps
 
 
@@ -328,7 +319,6 @@ def test_an_error_of_a_library_is_one_line_with_advice_and_in_console_log_too(
 
 
 CLOSED = "[/pytorch/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:31415."
-CPP = CppCompileError.__name__
 TRITON = "TritonMissing: Cannot find a working triton installation. Either the package is not"
 
 
@@ -336,12 +326,9 @@ TRITON = "TritonMissing: Cannot find a working triton installation. Either the p
     ("error", "kind", "reason"),
     [
         (BackendCompilerFailed("inductor", TritonMissing(None), None), "compiler", TRITON),
-        (InductorError(KeyError("buf0"), None), "compiler", "KeyError: 'buf0'"),
-        (InductorError(CppCompileError(["g++"], "Killed"), None), "compiler", f"{CPP}: Killed"),
         (InductorError(torch.OutOfMemoryError("CUDA out of memory"), None), "memory", "out of"),
         (RuntimeError(CLOSED), "lost rank", CLOSED),
         (RuntimeError("gloomy.txt"), "other", "RuntimeError: gloomy.txt"),
-        (RuntimeError("in a worker:\nValueError: bad"), "other", "ValueError: bad"),
     ],
 )
 def test_the_librarys_own_reason_is_kept(error, kind, reason):
@@ -349,24 +336,7 @@ def test_the_librarys_own_reason_is_kept(error, kind, reason):
     assert (found, line[: len(reason)]) == (kind, reason)
 
 
-@pytest.mark.parametrize("size", [10**14, 2**62])
-def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words(size):
+def test_tensors_that_memory_has_no_room_for_are_told_by_pytorchs_words():
     with pytest.raises(RuntimeError) as caught:
-        torch.empty(size)
+        torch.empty(10**14)
     assert kind_of_failure(caught.value) == ("memory", "out of memory")
-
-
-def look_again():
-    tempfile.tempdir = None  # found before TMPDIR was set
-
-
-def test_white_space_in_the_folder_for_temporary_files_is_an_error_before_compiling(
-    tiny_config, tmp_path
-):
-    (tmp_path / "white space").mkdir()
-    options = flags(tiny_config(compile=True))
-    place = str(tmp_path / "white space")
-    done = run("train.py", *options, cwd=tmp_path, before=look_again, status=2, TMPDIR=place)
-    assert done.stderr.startswith(f"error: --compile: {place} has white space in ")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "logs").exists()
