@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import _forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ COMPILED = {"compile": True, "n_layer": 1, "tie_weights": True}
 WITH_TEXT = {"vocab_size": 50257, "n_layer": 1, "n_embd": 8}  # GPT-2's tokens
 
 # All flags of newer recipes that make another model than GPT-2.
-MODERN = {
+MODERN: dict[str, Any] = {
     "rope": True,
     "norm": "rmsnorm",
     "norm_weight": False,
