@@ -140,13 +140,6 @@ def test_without_a_config_file_the_fit_has_the_options_that_were_given():
     assert load_config("train_fit") == load_config(**given, total_batch_tokens=1024)
 
 
-@pytest.mark.usefixtures("in_tmp_path")
-def test_if_nothing_fits_the_reason_is_the_error_and_nothing_is_written(tiny_config):
-    with refused("no step could be taken: batch_size 1: out of memory"):
-        fit(tiny_config(), None, finding({1: "out of memory"}))
-    assert not Path("train_fit.yaml").exists()
-
-
 def test_a_fit_is_of_one_device(tiny_config, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     with refused("start it without torchrun"):
