@@ -98,9 +98,12 @@ def test_the_advice_on_saving_is_youngs():
 # ---- the fit to a device
 
 
-def test_sizes_double_or_grow_more_and_divide_the_step():
-    sizes = [micro_batches(sequences) for sequences in (16, 6, 75, 1)]
-    assert sizes == [[1, 2, 4, 8, 16], [1, 2, 6], [1, 3, 15, 75], [1]]
+@pytest.mark.parametrize(
+    ("sequences", "sizes"), [(16, [1, 2, 4, 8, 16]), (75, [1, 3, 15, 75]), (1, [1])]
+)
+def test_sizes_double_or_grow_more_and_divide_the_step(sequences, sizes, tiny_config):
+    tried = micro_batches(tiny_config(batch_size=1, total_batch_tokens=32 * sequences))
+    assert [config.batch_size for config in tried] == sizes
 
 
 def finding(sizes):
