@@ -335,20 +335,6 @@ def matmul_tflops(device: torch.device, dtype: str, seconds: float = 0.5) -> flo
     return 1e-12 / best if best else None
 
 
-def matmul_rates(device: torch.device) -> dict[str, float]:
-    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of TF32, and of fp16.
-
-    Empty if the device is too busy with other programs to measure one of them.
-    """
-    measure: Any = functools.partial(matmul_tflops, device, seconds=0.3)
-    rates = {dtype: measure(dtype) for dtype in ("float32", "bfloat16")}
-    if device.type == "cuda":
-        rates["float16"] = measure("float16")
-        torch.set_float32_matmul_precision("high")
-        rates["tf32"] = measure("float32")
-    return rates if all(rates.values()) else {}
-
-
 def slowdown(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
     """Measure how many times as long a small matmul takes in a dtype as in fp32.
 

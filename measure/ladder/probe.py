@@ -8,7 +8,7 @@ from runtime.device import (
     choose_device,
     device_name,
     has_bf16,
-    matmul_rates,
+    matmul_tflops,
     slowdown,
     steady,
     timed,
@@ -16,6 +16,21 @@ from runtime.device import (
 )
 from runtime.report import available_memory
 from runtime.start import retain_freed_memory
+
+
+def matmul_rates(device: torch.device) -> dict[str, float]:
+    """Measure the TFLOP/s of a large matmul by dtype; on a GPU also of fp16, and of TF32.
+
+    Empty if the device is too busy with other programs to measure one of them.
+    """
+    dtypes = ["float32", "bfloat16"]
+    if device.type == "cuda":
+        dtypes.append("float16")
+    rates = {dtype: matmul_tflops(device, dtype, seconds=0.3) or 0.0 for dtype in dtypes}
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        rates["tf32"] = matmul_tflops(device, "float32", seconds=0.3) or 0.0
+    return rates if all(rates.values()) else {}
 
 
 def copy_rate(device: torch.device) -> float | None:
