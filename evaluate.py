@@ -58,21 +58,20 @@ if __name__ == "__main__":
 
 import torch
 
-from checkpoint.saved import SavedState
-from checkpoint.weights import find_weights, read_weights
+from checkpoint.weights import Weights, find_weights, read_weights
 from config import GPT2_TOKENS, Config
 from data.hellaswag import download
 from data.prepare import prepare_if_missing
 from dataloader import TokenStream, open_corpus
 from inference.hellaswag import read_questions, score
-from inference.sampling import encode
+from inference.sampling import encoding_of
 from inference.validation import (
     bytes_per_target,
     check_split,
     count_sequences,
     validation_loss,
 )
-from model import GPT, GPTConfig
+from model import GPT
 from run.start import check_same_tokens
 from runtime.device import (
     check_precision,
@@ -94,23 +93,13 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
     Raises UserError.
     """
     # Rank 0 chooses the checkpoint for all ranks: the run may save another one meanwhile.
-    folder = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
-    weights = read_weights(str(folder))
-    saved, model = weights.saved, weights.model().to(world.device)
-    if not (saved or options.dataset or options.hellaswag):
-        raise ConfigError(
-            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
-            "--hellaswag FILE or --hellaswag download"
-        )
-    config = merge_options(options, saved, model.config)
-    # Like train.setup, set the precision of the whole process.
-    dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
-    make_repeatable(world.device)
-    torch.set_float32_matmul_precision(usable_precision(world.device, precision))
+    path = world.on_rank0(lambda: find_weights(options.run, options.log_dir)).absolute()
+    weights = read_weights(str(path))
+    config, model = merge_options(options, weights), weights.model().to(world.device)
     results: Results = {
         "run": options.run,
-        "weights": str(folder),
-        "step": saved.step if saved else None,
+        "weights": str(path),
+        "step": weights.saved.step if weights.saved else None,
         "parameters": model.num_parameters(),
         "device": device_name(world.device),
         "dtype": config.matmul_dtype,
@@ -119,47 +108,45 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
         "torch": torch.__version__,
     }
     print(
-        f"{folder}: {results['parameters']:,} parameters, {results['dtype']}, batch_size "
+        f"{path}: {results['parameters']:,} parameters, {config.matmul_dtype}, batch_size "
         f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
         flush=True,
     )
-    for note in weights.notes() + check_precision(world.device, dtype, precision):
-        print(f"note: {note}")
-
+    dtype = set_precision(config, weights, world.device)
     # Read everything before computing anything, so that mistakes end the command at once.
-    if options.hellaswag:
-        encode(model, "")  # raises UserError for another vocabulary than GPT-2's
-        file = Path(options.hellaswag)
-        if options.hellaswag == "download":
-            file = world.on_rank0(lambda: download(config.data_dir))
-        items = read_questions(file, world)
-    report = Path(options.json) if options.json else None
-    if report and world.on_rank0(report.is_dir):
-        raise UserError(f"--json {report}: is a folder; name a file")
-    if report and not world.rank:
-        report.parent.mkdir(parents=True, exist_ok=True)
-    val = open_validation(options, config, saved, world)
+    file = options.hellaswag
+    if file == "download":
+        file = str(world.on_rank0(lambda: download(config.data_dir)))
+    if file:
+        questions = read_questions(
+            Path(file), encoding_of(config.n_vocab), config.block_size, world
+        )
+    val = open_validation(options, config, weights, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
             results["validation"] = validate(model, val, config, world)
-        if options.hellaswag:
-            scores = score(model, items, config.batch_size * config.block_size, world)
-            results["hellaswag"] = {"file": str(file)} | scores
+        if file:
+            scores = score(model, questions, config.batch_size * config.block_size, world)
             print_score(scores)
-    if report and not world.rank:
-        write_json(report, results)
+            results["hellaswag"] = {"file": file} | scores
     return results
 
 
-def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPTConfig) -> Config:
+def merge_options(options: EvaluateOptions, weights: Weights) -> Config:
     """Return the run's options, overridden by the given ones.
 
     Without a run, they are the model's and the defaults, without a corpus. Raises ConfigError if
-    the model's context is too short.
+    there is nothing to evaluate on, or the model's context is too short.
     """
-    config = vars(model) | {"dataset": "", "seq_len": model.block_size}
-    if saved:
-        config = dict(saved.config)
+    block_size = weights.config.block_size
+    config = vars(weights.config) | {"dataset": "", "seq_len": block_size}
+    if weights.saved:
+        config = dict(weights.saved.config)
+    elif not (options.dataset or options.hellaswag):
+        raise ConfigError(
+            f"{options.run}: evaluate it on what? Name a corpus, --dataset NAME, or give "
+            "--hellaswag FILE or --hellaswag download"
+        )
     if options.dataset not in (None, config["dataset"]):
         config |= {"val_fraction": 0.0, "eval_tokens": None}  # the run's are for its own corpus
     config |= options.model_dump(include={*Config.model_fields}, exclude_none=True)
@@ -167,19 +154,75 @@ def merge_options(options: EvaluateOptions, saved: SavedState | None, model: GPT
         config["eval_tokens"] = options.tokens
     if options.bf16 is not None:
         config["fp16"] = False
-    if config["seq_len"] > model.block_size:
+    if config["seq_len"] > block_size:
         raise ConfigError(
-            f"--seq_len {options.seq_len}: longer than the model's context, {model.block_size}"
+            f"--seq_len {options.seq_len}: longer than the model's context, {block_size}"
         )
     return Config.model_construct(**config)
+
+
+def set_precision(config: Config, weights: Weights, device: torch.device) -> torch.dtype:
+    """Set the precision of the whole process, like train.setup, and print notes.
+
+    Returns the dtype of matmuls. Raises UserError if the device lacks it.
+    """
+    dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
+    make_repeatable(device)
+    torch.set_float32_matmul_precision(usable_precision(device, precision))
+    for note in weights.notes() + check_precision(device, dtype, precision):
+        print(f"note: {note}")
+    return dtype
+
+
+def open_validation(
+    options: EvaluateOptions, config: Config, weights: Weights, world: World
+) -> TokenStream | None:
+    """Open the validation split. None without a corpus, or if a run's own is missing and only
+    HellaSwag is needed.
+    """
+    if not config.dataset:
+        for name in sorted({"tokens", "seq_len", "val_fraction"} & options.model_fields_set):
+            print(f"note: {name} has no effect without a validation loss")
+        return None
+    folder, saved = Path(config.data_dir, config.dataset), weights.saved
+    try:
+        val, trained_on = open_split(folder, config, world)
+    except UserError as error:
+        if options.dataset or not options.hellaswag:
+            raise
+        print(f"note: no validation loss: {error}")
+        return None
+    if saved and saved.config["dataset"] == config.dataset and saved.corpus != trained_on:
+        print(f"note: the run trained on other tokens of {folder}, perhaps on this split's too")
+    return val
+
+
+def open_split(folder: Path, config: Config, world: World) -> tuple[TokenStream, str]:
+    """Open the validation split of a corpus; returns the training split's fingerprint too.
+
+    Raises UserError on all ranks unless all have the same tokens, and at least one sequence.
+    """
+    world.on_rank0(lambda: prepare_if_missing(folder))
+    train, val = world.raise_on_all(
+        lambda: open_corpus(
+            folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
+        )
+    )
+    of_training, of_validation = world.raise_on_all(
+        lambda: (train.fingerprint(), val.fingerprint())
+    )
+    check_same_tokens(str(folder), of_training + of_validation, world)
+    for note in check_split(val, str(folder), config.val_fraction):
+        print(note)
+    return val, of_training
 
 
 def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Results:
     """Compute and print the validation loss; returns its part of --json."""
     tokens = count_sequences(val, config.eval_tokens) * val.seq_len
-    size = 0.0  # mean bytes of a target's text, if the vocabulary is GPT-2's
-    if model.config.n_vocab == GPT2_TOKENS:
-        size = world.on_rank0(lambda: bytes_per_target(val, tokens))
+    size = 0.0  # mean bytes of a target's text, if the vocabulary is known
+    if config.n_vocab == GPT2_TOKENS:
+        size = world.on_rank0(lambda: bytes_per_target(val, tokens, encoding_of(config.n_vocab)))
     loss = validation_loss(model, val, config.batch_size, tokens, world)
     results = {
         "corpus": str(val.spans[0].file.path.parent),
@@ -201,49 +244,16 @@ def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Resu
 
 def print_score(scores: Results) -> None:
     """Print HellaSwag's score."""
-    share, (low, high) = scores["acc_norm"].values()
+    accuracy = scores["acc_norm"]
+    low, high = accuracy["interval"]
     print(
-        f"HellaSwag, {scores['items']:,} items: acc_norm {share:.4f} (95% interval {low:.4f} to "
-        f"{high:.4f})"
+        f"HellaSwag, {scores['items']:,} items: acc_norm {accuracy['score']:.4f} (95% interval "
+        f"{low:.4f} to {high:.4f})"
     )
 
 
-def open_validation(
-    options: EvaluateOptions, config: Config, saved: SavedState | None, world: World
-) -> TokenStream | None:
-    """Open the validation split. None without a corpus, or if a run's own is missing and only
-    HellaSwag is needed.
-    """
-    if not config.dataset:
-        for name in {"tokens", "seq_len", "val_fraction"} & options.model_fields_set:
-            print(f"note: {name} has no effect without a validation loss")
-        return None
-    folder = Path(config.data_dir, config.dataset)
-
-    def read() -> tuple[TokenStream, str, str]:
-        rest, val = open_corpus(
-            folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
-        )
-        return val, rest.fingerprint(), val.fingerprint()
-
-    try:
-        world.on_rank0(lambda: prepare_if_missing(folder))
-        val, of_training, of_validation = world.raise_on_all(read)
-        check_same_tokens(str(folder), of_training + of_validation, world)
-        for note in check_split(val, str(folder), config.val_fraction):
-            print(note)
-    except UserError as error:
-        if options.dataset or not options.hellaswag:
-            raise
-        print(f"note: no validation loss: {error}")
-        return None
-    if saved and saved.config["dataset"] == config.dataset and saved.corpus != of_training:
-        print(f"note: the run trained on other tokens of {folder}, perhaps on this split's too")
-    return val
-
-
 def main(options: EvaluateOptions) -> None:
-    """Evaluate a model, alone or with the other ranks of torchrun."""
+    """Evaluate a model, alone or with the other ranks of torchrun, and write --json."""
     advice = {
         "memory": "out of memory; take a smaller --batch_size, or --bf16",
         "lost rank": f"another rank has died, or did not answer within {TIMEOUT:g} s ({{reason}}); "
@@ -255,7 +265,11 @@ def main(options: EvaluateOptions) -> None:
         # Only rank 0 prints.
         contextlib.redirect_stdout(None if world.rank else sys.stdout),
     ):
-        evaluate(options, world)
+        results = evaluate(options, world)
+        if options.json and not world.rank:
+            report = Path(options.json)
+            report.parent.mkdir(parents=True, exist_ok=True)
+            write_json(report, results)
 
 
 if __name__ == "__main__":

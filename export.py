@@ -34,8 +34,8 @@ from tiktoken.load import read_file_cached
 from checkpoint.hugging_face import write_hugging_face
 from checkpoint.names import run_and_checkpoint
 from checkpoint.weights import read_weights
-from config import PATH, Config
-from data.tokenizer import END_OF_TEXT, find_vocabulary
+from config import GPT2_TOKENS, PATH, Config
+from data.tokenizer import find_vocabulary
 from runtime.files import atomic_folder, sole_writer, write_atomic
 
 CARD = """\
@@ -82,7 +82,7 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     history = f"Its weights are those of `{public_name(str(weights.path))}`."
     with sole_writer(folder), atomic_folder(folder, replace=False) as unfinished:
         write_hugging_face(unfinished, c, model.state_dict())
-        if c.n_vocab == END_OF_TEXT + 1:
+        if c.n_vocab == GPT2_TOKENS:
             write_tokenizer(unfinished, c.block_size)
         else:
             notes.append(

@@ -45,14 +45,13 @@ class SampleOptions(Options):
 
     def notes(self) -> list[str]:
         """Return a line for each given option that has no effect with the others."""
-        unused = {"prompt": "prompt_file is set"} if self.prompt_file else {}
+        unused = {}
+        if self.prompt_file:
+            unused["prompt"] = "prompt_file is set"
         if self.temperature == 0:
             unused |= dict.fromkeys(("seed", "top_k", "top_p"), "temperature is 0")
-        return [
-            f"{name} has no effect: {why}"
-            for name, why in unused.items()
-            if name in self.model_fields_set
-        ]
+        given = self.model_fields_set
+        return [f"{name} has no effect: {why}" for name, why in unused.items() if name in given]
 
 
 if __name__ == "__main__":
@@ -67,7 +66,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.weights import read_weights
-from inference.sampling import Text, encode, grow, seeded
+from inference.sampling import Text, encoding_of, grow, seeded
 from model import GPT
 from runtime.device import check_precision, choose_device
 
@@ -125,14 +124,16 @@ def write(model: GPT, texts: list[Text], options: SampleOptions) -> None:
 def main(options: SampleOptions) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order. Raises UserError."""
     prompts, model = read_prompts(options), load_sampled_model(options)
+    encoding = encoding_of(model.config.n_vocab)
     texts = [
-        Text(prompt, encode(model, prompt), seeded(options.seed + i), options.stop)
+        Text(prompt, encoding, seeded(options.seed + i), options.stop)
         for prompt in prompts
         for i in range(options.num_samples)
     ]
     start = time.perf_counter()
     for first in range(0, len(texts), options.batch_size):
-        show(SEPARATOR if first else "")
+        if first:
+            show(SEPARATOR)
         write(model, texts[first : first + options.batch_size], options)
     seconds, tokens = time.perf_counter() - start, sum(text.drawn for text in texts)
     print(f"{tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", file=sys.stderr)

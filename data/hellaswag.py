@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pydantic
+from tiktoken import Encoding
 
 from data.download import read_known_file
-from data.tokenizer import END_OF_TEXT, get_encoding
 from runtime.cli import Name, Options
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer, write_atomic
@@ -52,12 +52,19 @@ class Row(NamedTuple):
     scored: int
 
 
+class Question(NamedTuple):
+    """An item in tokens: a row for each ending, and the index of the right one."""
+
+    rows: list[Row]
+    right: int
+
+
 def default_path(data_dir: str) -> Path:
     """Return the file of the validation split in a folder of corpora."""
     return Path(data_dir) / "hellaswag" / "hellaswag_val.jsonl"
 
 
-def download(data_dir: str) -> Path:
+def download(data_dir: str, url: str = URL, sha256: str = SHA256) -> Path:
     """Download the validation split if it is missing; returns its path. Raises UserError if that
     fails.
     """
@@ -65,7 +72,7 @@ def download(data_dir: str) -> Path:
     with sole_writer(path, on_wait=lambda: None):
         if not path.exists():
             hint = f"download it in another way and put it at {path}"
-            content = read_known_file("HellaSwag's validation split", URL, SHA256, hint)
+            content = read_known_file("HellaSwag's validation split", url, sha256, hint)
             write_atomic(path, content.decode())
     return path
 
@@ -100,19 +107,19 @@ def read_items(path: Path) -> list[Line]:
     return items
 
 
-def rows_of(item: Line, block_size: int) -> list[Row]:
+def tokenize(item: Line, encoding: Encoding, block_size: int) -> Question:
     """Tokenize the situation with each ending, as build-nanogpt does.
 
     A text longer than the model's context loses its beginning.
     """
-    encode = get_encoding().encode_ordinary
-    context = encode(item.ctx) or [END_OF_TEXT]  # a token to read before the first one to score
+    # A token to read comes before the first one to score.
+    context = encoding.encode_ordinary(item.ctx) or [encoding.eot_token]
     rows = []
     for ending in item.endings:
-        scored = encode(f" {ending}")
-        tokens = context + scored
-        rows.append(Row(tuple(tokens[-block_size - 1 :]), min(len(scored), block_size)))
-    return rows
+        scored = encoding.encode_ordinary(f" {ending}")
+        tokens = (context + scored)[-block_size - 1 :]
+        rows.append(Row(tuple(tokens), min(len(scored), block_size)))
+    return Question(rows, int(item.label))
 
 
 if __name__ == "__main__":

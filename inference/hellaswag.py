@@ -1,18 +1,17 @@
 """Score a model on HellaSwag by the mean loss of each ending's tokens, like build-nanogpt."""
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from tiktoken import Encoding
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.hellaswag import Line, Row, read_items, rows_of
+from data.hellaswag import Question, Row, read_items, tokenize
 from inference.validation import evaluating, with_progress
 from model import GPT
 from runtime.errors import TrainingError
@@ -22,12 +21,13 @@ Losses = dict[Row, float]  # in nats
 ANY_ROW = Row((0, 0), 1)
 
 
-def read_questions(path: Path, world: World) -> list[Line]:
-    """Return this rank's share of a file's items; only rank 0 reads it.
+def read_questions(path: Path, encoding: Encoding, block_size: int, world: World) -> list[Question]:
+    """Return this rank's share of a file's questions, in tokens; only rank 0 reads the file.
 
     All ranks have to call this. Raises UserError if the file cannot be read or has another format.
     """
-    return world.on_rank0(lambda: read_items(path))[world.rank :: world.world_size]
+    items = world.on_rank0(lambda: read_items(path))[world.rank :: world.world_size]
+    return [tokenize(item, encoding, block_size) for item in items]
 
 
 def ending_losses(model: GPT, rows: Iterable[Row], tokens_at_once: int, world: World) -> Losses:
@@ -38,8 +38,8 @@ def ending_losses(model: GPT, rows: Iterable[Row], tokens_at_once: int, world: W
     its own rows. All run the same number of batches, which FSDP needs.
     """
     by_length = sorted(dict.fromkeys(rows), key=lambda row: len(row.tokens), reverse=True)
-    longest = len(by_length[0].tokens) if by_length else 1
-    size = max(1, tokens_at_once // longest)
+    by_length = by_length or [ANY_ROW]  # fewer items than ranks
+    size = max(1, tokens_at_once // len(by_length[0].tokens))
     batches = [by_length[i : i + size] for i in range(0, len(by_length), size)]
     batches += [[ANY_ROW]] * (max(world.gather(len(batches))) - len(batches))
     losses: Losses = {}
@@ -64,9 +64,10 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
-def choose(rows: Sequence[Row], losses: Losses) -> int:
-    """Return the ending with the lowest mean loss of its tokens; the first one wins a tie."""
-    return int(np.argmin([losses[row] / row.scored for row in rows]))
+def is_right(question: Question, losses: Losses) -> bool:
+    """True if the right ending has the lowest mean loss of its tokens; the first one wins a tie."""
+    means = [losses[row] / row.scored for row in question.rows]
+    return means.index(min(means)) == question.right
 
 
 def interval(right: int, items: int) -> tuple[float, float]:
@@ -77,20 +78,21 @@ def interval(right: int, items: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def score(model: GPT, items: Sequence[Line], tokens_at_once: int, world: World) -> dict[str, Any]:
-    """Score the model over the items of all ranks, which all have to call this.
+def score(
+    model: GPT, questions: Sequence[Question], tokens_at_once: int, world: World
+) -> dict[str, Any]:
+    """Score the model over the questions of all ranks, which all have to call this.
 
     Returns the number of items, and the share of right ones, `acc_norm`, with its interval, in the
     format of evaluate.py's --json. `tokens_at_once`: see `ending_losses`. Raises TrainingError if a
     loss is not finite.
     """
-    rows = [rows_of(item, model.config.block_size) for item in items]
-    losses = ending_losses(model, itertools.chain(*rows), tokens_at_once, world)
+    rows = [row for question in questions for row in question.rows]
+    losses = ending_losses(model, rows, tokens_at_once, world)
     if not math.isfinite(world.sum(sum(losses.values()))):
         raise TrainingError(
             "HellaSwag: the model's losses are not finite: its weights are damaged or have diverged"
         )
-    pairs = zip(items, rows, strict=True)
-    right = sum(choose(of_item, losses) == int(item.label) for item, of_item in pairs)
-    right, n = int(world.sum(right)), int(world.sum(len(items)))
+    right = int(world.sum(sum(is_right(question, losses) for question in questions)))
+    n = int(world.sum(len(questions)))
     return {"items": n, "acc_norm": {"score": right / n, "interval": interval(right, n)}}

@@ -6,21 +6,28 @@ the last token of each text.
 
 import codecs
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tiktoken import Encoding
 from torch import Tensor
 
-from data.tokenizer import END_OF_TEXT, get_encoding
+from data.tokenizer import get_encoding
 from model import GPT
 from runtime.errors import UserError
 
-# The number of keys is a multiple of this; the rest is masked. cuDNN's attention, which PyTorch
-# takes in bf16 on GPUs since Hopper, builds a plan for each number, so 128 tokens share a plan.
-# On a CPU there are no plans, and each key takes time.
-MULTIPLE = 128
+
+def encoding_of(n_vocab: int) -> Encoding:
+    """Return the encoding of a model's vocabulary. Raises UserError unless it is GPT-2's."""
+    encoding = get_encoding()
+    if n_vocab != encoding.n_vocab:
+        raise UserError(
+            f"a vocabulary of {n_vocab} is not that of GPT-2's tokenizer, "
+            f"{encoding.n_vocab}; export the model with export.py, and use its own tokenizer in "
+            "transformers"
+        )
+    return encoding
 
 
 # ---- from logits to a token
@@ -60,101 +67,105 @@ def seeded(seed: int) -> torch.Generator:
 # ---- the KV cache
 
 
-def keys_for(positions: int, device: torch.device) -> int:
-    """Return the number of keys that attention reads for `positions`: fewer are faster."""
-    multiple = 1 if device.type == "cpu" else MULTIPLE
-    return (positions + multiple - 1) // multiple * multiple
+class KVCache:
+    """Keys and values of a batch of texts.
+
+    Attention reads a multiple of `multiple` keys, of which the last ones are masked: cuDNN's, which
+    PyTorch takes in bf16 on GPUs since Hopper, builds a plan for each number of keys, so 128 tokens
+    share a plan. On a CPU there are no plans, and each key takes time.
+    """
+
+    def __init__(self, model: GPT, rows: int, positions: int, multiple: int | None = None):
+        c, like = model.config, model.lm_head.weight
+        self.device = like.device
+        self.multiple = multiple or (1 if like.device.type == "cpu" else 128)
+        shape = (2, rows, c.n_head, self.keys_for(positions), c.n_embd // c.n_head)
+        # of each layer keys and values, (2, B, nh, S, hs), in the model's dtype
+        self.layers = [
+            torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)
+        ]
+
+    def keys_for(self, positions: int) -> int:
+        """Return the number of keys that attention reads for `positions`."""
+        return -(-positions // self.multiple) * self.multiple
 
 
-def make_cache(model: GPT, rows: int, positions: int) -> list[Tensor]:
-    """Allocate the keys and values (2, B, nh, S, hs) of each layer, in the model's dtype."""
-    c, like = model.config, model.lm_head.weight
-    shape = (2, rows, c.n_head, keys_for(positions, like.device), c.n_embd // c.n_head)
-    return [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)]
-
-
-def prefill(model: GPT, cache: list[Tensor], texts: list[list[int]]) -> Tensor:
+def prefill(model: GPT, cache: KVCache, texts: list[list[int]]) -> Tensor:
     """Read whole texts, and fill the cache; returns logits (B, V) after the last token of each."""
-    device = model.lm_head.weight.device
-    T = min(keys_for(max(map(len, texts)), device), model.config.block_size)
-    idx = torch.tensor([text + [0] * (T - len(text)) for text in texts], device=device)  # (B, T)
-    last = torch.tensor([len(text) - 1 for text in texts], device=device)
-    rows = torch.arange(len(texts), device=device)
+    T = min(cache.keys_for(max(map(len, texts))), model.config.block_size)
+    idx = torch.tensor([text + [0] * (T - len(text)) for text in texts])  # (B, T)
+    last = torch.tensor([len(text) - 1 for text in texts], device=cache.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Cache k and v, and attend causally, which hides the padding; all (B, nh, T, hs)."""
-        keys, values = cache[layer]  # (B, nh, S, hs)
+        keys, values = cache.layers[layer]  # (B, nh, S, hs)
         keys[:, :, :T], values[:, :, :T] = k, v
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    return model(idx, where=(rows, last), attend=attend)
+    rows = torch.arange(len(texts), device=cache.device)
+    return model(idx.to(cache.device), where=(rows, last), attend=attend)
 
 
-def decode_step(model: GPT, cache: list[Tensor], texts: list[list[int]]) -> Tensor:
+def decode_step(model: GPT, cache: KVCache, texts: list[list[int]]) -> Tensor:
     """Read the last token of each text, and add it to the cache, which has the earlier ones;
     returns logits (B, V) after it.
     """
-    device, lengths = model.lm_head.weight.device, [len(text) for text in texts]
-    idx = torch.tensor([text[-1:] for text in texts], device=device)  # (B, 1)
-    last = torch.tensor(lengths, device=device) - 1
-    rows, S = torch.arange(len(texts), device=device), keys_for(max(lengths), device)
-    # Padding, zeros and an earlier text's entries come after a text. Without a mask it is faster.
-    is_even = min(lengths) == S
-    seen = None if is_even else torch.arange(S, device=device) <= last[:, None, None, None]
+    lengths = [len(text) for text in texts]
+    idx = torch.tensor([text[-1:] for text in texts], device=cache.device)  # (B, 1)
+    last = torch.tensor(lengths, device=cache.device)[:, None] - 1  # (B, 1)
+    # Padding, zeros and an earlier text's entries come after a text, and are masked.
+    S, mask = cache.keys_for(max(lengths)), None
+    if min(lengths) < S:  # without a mask attention is faster
+        mask = torch.arange(S, device=cache.device) <= last[..., None, None]  # (B, 1, 1, S)
+    rows = torch.arange(len(texts), device=cache.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Cache k and v, and attend to all S cached positions; q, k, v are (B, nh, 1, hs)."""
-        for cached, new in zip(cache[layer], (k, v), strict=True):
-            cached[rows, :, last] = new[:, :, 0].to(cached.dtype)
-        k, v = cache[layer][..., :S, :].to(q.dtype)  # autocast's dtype is not the cache's
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        for cached, new in zip(cache.layers[layer], (k, v), strict=True):
+            cached[rows, :, last[:, 0]] = new[:, :, 0].to(cached.dtype)
+        k, v = cache.layers[layer][..., :S, :].to(q.dtype)  # autocast's dtype is not the cache's
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    return model(idx, where=(rows, 0 * rows), attend=attend, positions=last[:, None])
+    return model(idx, attend=attend, positions=last)[:, 0]
 
 
 # ---- growing texts
 
 
-@dataclass
 class Text:
-    """A text that grows token by token."""
+    """A text that grows token by token.
 
-    string: str  # the prompt, and the characters drawn so far
-    tokens: list[int]
-    generator: torch.Generator  # draws the next token
-    stop: str = ""  # the text ends before this, if it is not empty; the prompt may contain it
-    drawn: int = 0  # number of drawn tokens
-    ended: bool = False
-    # A character may span tokens: its bytes wait here until it is whole, or the text ends.
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
+    An empty prompt begins a document. <|endoftext|> is one token in a prompt, as in the tokenizer
+    that export.py writes; in a corpus's texts it is ordinary text. The text ends before `stop`,
+    which the prompt may contain, unless it is empty.
+    """
 
-    def __post_init__(self) -> None:
-        self.prompt = len(self.string)  # number of characters
+    def __init__(self, prompt: str, encoding: Encoding, generator: torch.Generator, stop: str = ""):
+        self.encoding, self.generator, self.stop = encoding, generator, stop
+        self.tokens = encoding.encode(prompt, allowed_special="all") or [encoding.eot_token]
+        self.string = prompt  # and the characters drawn so far
+        self.prompt = len(prompt)
+        self.drawn, self.ended = 0, False  # number of drawn tokens
+        # A character may span tokens: its bytes wait here until it is whole, or the text ends.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def append(self, token: int, is_last: bool) -> None:
         """Add a token; the text ends with the last one, with <|endoftext|>, or before the stop."""
-        at_end = token == END_OF_TEXT
+        at_end = token == self.encoding.eot_token
         self.tokens.append(token)
         self.drawn += 1
         self.ended = at_end or is_last
-        added = b"" if at_end else get_encoding().decode_single_token_bytes(token)
-        before = len(self.string)
+        added = b"" if at_end else self.encoding.decode_single_token_bytes(token)
         self.string += self.decoder.decode(added, final=self.ended)
-        # The stop may begin in earlier tokens.
-        found = self.string.find(self.stop, max(self.prompt, before - len(self.stop) + 1))
-        if self.stop and found >= 0:
+        if self.stop and (found := self.string.find(self.stop, self.prompt)) >= 0:
             self.string, self.ended = self.string[:found], True
 
     @property
     def certain(self) -> str:
         """The string without its last characters if they may be the beginning of the stop."""
-        last = len(self.string)
-        for start in range(max(self.prompt, last - len(self.stop) + 1), last):
-            if not self.ended and self.stop.startswith(self.string[start:]):
-                return self.string[:start]
-        return self.string
+        if self.ended:
+            return self.string
+        return self.string[: max(self.prompt, len(self.string) - len(self.stop) + 1)]
 
 
 @torch.no_grad()
@@ -169,14 +180,12 @@ def grow(
 
     Up to rounding, a text's logits are the same alone and in a batch. `settings` go to
     `probabilities`. The model has to be in evaluation mode; past block_size tokens it reads the
-    last block_size. `agree` gets each drawn token and returns the one to use. Raises ValueError for
-    a text without tokens, UserError if logits are not finite.
+    last block_size. `agree` gets each drawn token and returns the one to use. Raises UserError if
+    logits are not finite.
     """
-    if not all(text.tokens for text in texts):
-        raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
     context = model.config.block_size
     longest = max(len(text.tokens) for text in texts) + max_new_tokens
-    cache = make_cache(model, len(texts), min(context, longest))
+    cache = KVCache(model, len(texts), min(context, longest))
     for step in range(max_new_tokens):
         unfinished = [len(text.tokens) for text in texts if not text.ended]
         if not unfinished:
@@ -189,28 +198,9 @@ def grow(
             raise UserError(
                 "the model's logits are not finite: its weights are damaged or have diverged"
             )
-        choices = probabilities(logits, **settings)  # logits are (B, V)
+        choices = probabilities(logits, **settings)
         for text, tokens, p in zip(texts, *choices, strict=True):
             if not text.ended:
                 token = agree(draw(tokens, p, text.generator))
                 text.append(token, is_last=step == max_new_tokens - 1)
         yield
-
-
-# ---- text
-
-
-def encode(model: GPT, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; an empty one begins a document.
-
-    <|endoftext|> is one token here, as in the tokenizer that export.py writes; in a corpus's texts
-    it is ordinary text. Raises UserError unless the model's vocabulary is GPT-2's.
-    """
-    encoding = get_encoding()
-    if model.config.n_vocab != encoding.n_vocab:
-        raise UserError(
-            f"a vocabulary of {model.config.n_vocab} is not that of GPT-2's tokenizer, "
-            f"{encoding.n_vocab}; export the model with export.py, and use its own tokenizer in "
-            "transformers"
-        )
-    return encoding.encode(prompt, allowed_special="all") or [END_OF_TEXT]

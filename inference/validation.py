@@ -1,19 +1,17 @@
 """Compute the validation loss: the mean over the same tokens each time, each exactly once."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
+from tiktoken import Encoding
 from torch import Tensor
 
 from data.token_file import split_of
-from data.tokenizer import END_OF_TEXT, get_encoding
 from dataloader import TokenStream
 from model import GPT
 from runtime.errors import TrainingError, UserError
@@ -105,23 +103,13 @@ def count_sequences(stream: TokenStream, tokens: int | None) -> int:
     return len(stream) if tokens is None else min(len(stream), max(1, tokens // stream.seq_len))
 
 
-def bytes_per_target(stream: TokenStream, tokens: int | None) -> float:
-    """Return the mean UTF-8 bytes of the targets whose mean loss is `validation_loss`, in GPT-2's
-    vocabulary; <|endoftext|> has none.
+def bytes_per_target(stream: TokenStream, tokens: int, encoding: Encoding) -> float:
+    """Return the mean UTF-8 bytes of the targets of the first `tokens`, whole sequences;
+    <|endoftext|> has none.
 
-    That loss is loss / ln(2) / bytes_per_target bits per byte, which compares vocabularies.
+    Their loss is loss / ln(2) / bytes_per_target bits per byte, which compares vocabularies.
     """
-    sequences, total = count_sequences(stream, tokens), 0
-    for first in range(0, sequences, 64):
-        _, y = stream.read(range(sequences)[first : first + 64])
-        total += token_bytes()[y.numpy()].sum()
-    return total / (sequences * stream.seq_len)
-
-
-@functools.cache
-def token_bytes() -> np.ndarray:
-    """Return the bytes of each token of GPT-2's vocabulary, (50257,)."""
-    encoding = get_encoding()
     sizes = [len(encoding.decode_single_token_bytes(token)) for token in range(encoding.n_vocab)]
-    sizes[END_OF_TEXT] = 0
-    return np.array(sizes)
+    sizes[encoding.eot_token] = 0
+    of_token, windows = torch.tensor(sizes), range(tokens // stream.seq_len)
+    return sum(int(of_token[stream.read([window])[1]].sum()) for window in windows) / tokens

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from config import Config
-from data.hellaswag import Line, default_path
-from data.tokenizer import get_encoding
+from data.hellaswag import Question, default_path
 from dataloader import TokenStream
 from inference.hellaswag import read_questions, score
-from inference.sampling import Text, encode, grow, seeded
+from inference.sampling import Text, encoding_of, grow, seeded
 from inference.validation import check_split, evaluating, validation_loss
 from model import GPT
 from run.log import RunFolder
@@ -29,22 +28,24 @@ def is_due(every: int, step: int, last: bool) -> bool:
 
 def read_needed(
     config: Config, world: World, val: TokenStream
-) -> tuple[Reference | None, list[Line], list[str]]:
-    """Read the reference curve, and this rank's items of HellaSwag, if they will be needed.
+) -> tuple[Reference | None, list[Question], list[str]]:
+    """Read the reference curve, and this rank's questions of HellaSwag, if they will be needed.
 
     Returns them and notes. Raises UserError if one of them, the tokenizer or the validation split
     will be needed and is missing.
     """
     reference = Reference.read(config.reference) if config.reference else None
-    if config.sample_every:
-        get_encoding()
-    file = Path(config.hellaswag_file or default_path(config.data_dir))
-    items = read_questions(file, world) if config.hellaswag_every else []
+    questions: list[Question] = []
+    if config.sample_every or config.hellaswag_every:
+        encoding = encoding_of(config.n_vocab)
+    if config.hellaswag_every:
+        file = Path(config.hellaswag_file or default_path(config.data_dir))
+        questions = read_questions(file, encoding, config.block_size, world)
     corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
     notes = check_split(val, corpus, config.val_fraction, is_needed)
     if reference and (others := ", ".join(reference.differences(config))):
         notes.append(f"note: not the recipe of {reference.name}'s curve: {others}")
-    return reference, items, notes
+    return reference, questions, notes
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Evaluation:
         self.compiled = torch.compile(self.model) if config.compile and not config.fsdp else None
         # step -> column of eval.csv -> value
         self.figures = defaultdict[int, dict[str, float]](dict)
-        self.reference, self.items, notes = read_needed(config, self.world, self.val)
+        self.reference, self.questions, notes = read_needed(config, self.world, self.val)
         for note in notes:
             self.folder.message(note)
 
@@ -114,7 +115,7 @@ class Evaluation:
             with self.autocast():
                 # A training step of the same number of tokens takes more memory.
                 scores = score(
-                    self.model, self.items, config.batch_size * config.seq_len, self.world
+                    self.model, self.questions, config.batch_size * config.seq_len, self.world
                 )
             self._log(step, {"hellaswag_acc_norm": scores["acc_norm"]["score"]})
 
@@ -129,7 +130,7 @@ class Evaluation:
         """
         config, prompt = self.config, self.config.sample_prompt
         if step and is_due(config.sample_every, step, last):
-            text = Text(prompt, encode(self.model, prompt), seeded(config.seed))
+            text = Text(prompt, encoding_of(config.n_vocab), seeded(config.seed))
             steps = grow(
                 self.model,
                 [text],

@@ -39,8 +39,14 @@ class ExpectedLosses:
         if not self._logged:
             self.losses = {name: value for name, value in self.losses.items() if value <= loss}
         self._logged.append(loss)
-        mean = statistics.fmean(self._logged)
-        passed = {n: v for n, v in self.losses.items() if len(self._logged) == WINDOW and mean < v}
-        self.losses = {n: v for n, v in self.losses.items() if n not in passed}
-        about = f"step {step}: the mean of the last {WINDOW} logged losses is below"
-        return [f"{about} {value:.2f} ({name})" for name, value in passed.items()]
+        if len(self._logged) < WINDOW:
+            return []
+        mean, lines = statistics.fmean(self._logged), []
+        for name, value in [*self.losses.items()]:
+            if mean < value:
+                del self.losses[name]
+                lines.append(
+                    f"step {step}: the mean of the last {WINDOW} logged losses is below "
+                    f"{value:.2f} ({name})"
+                )
+        return lines

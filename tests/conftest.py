@@ -30,10 +30,12 @@ from checkpoint.names import all_checkpoints
 from checkpoint.weights import load_model
 from config import load_config
 from data.token_file import TokenFile, write_corpus
+from data.tokenizer import get_encoding
 from inference.sampling import Text, grow, seeded
 from measure.interleaved import rounds
 from measure.preflight import estimate
 from model import GPT, GPTConfig
+from runtime import errors
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -335,11 +337,11 @@ class Forked(subprocess.Popen):
         self.process = fork_server().Process(
             target=_be,
             args=(
-                [str(word) for word in args[1:] if word != "-u"],
+                [str(word) for word in args[1 + (args[1] == "-u") :]],
                 cwd or os.getcwd(),
                 dict(os.environ if env is None else env),
                 {number: Connection(os.dup(theirs[number])) for number in range(3)},
-                [*self.before, os.setsid] if new_session else self.before,
+                [*self.before, *[os.setsid] * new_session],
             ),
         )
         self.process.start()
@@ -459,6 +461,11 @@ def torchrun(*command, cwd, status=0):
     return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
+def impatient():
+    """Do not wait for torchrun if this process fails: no torchrun started it."""
+    errors.WAIT_FOR_TORCHRUN_S = 0
+
+
 def start_ranks(ranks, *command, cwd):
     """The processes of a run on several ranks, with the environment and the store of torchrun, but
     without torchrun.
@@ -476,7 +483,7 @@ def start_ranks(ranks, *command, cwd):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(start(*command, cwd=cwd, **env))
+        processes.append(start(*command, cwd=cwd, before=impatient, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 
@@ -589,9 +596,11 @@ def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def grown(model, prompts, n, seeds=None, **settings):
+def grown(model, prompts, n, seeds=None, encoding=None, **settings):
     """The tokens, up to n, that continue each prompt, by default the likeliest."""
-    seeds = seeds or [0] * len(prompts)
-    texts = [Text("", [*p], seeded(seed)) for p, seed in zip(prompts, seeds, strict=True)]
+    texts = []
+    for prompt, seed in zip(prompts, seeds or [0] * len(prompts), strict=True):
+        texts.append(Text("", encoding or get_encoding(), seeded(seed)))
+        texts[-1].tokens = [*prompt]
     list(grow(model, texts, n, **{"temperature": 0, "top_k": None} | settings))
     return [text.tokens[len(p) :] for text, p in zip(texts, prompts, strict=True)]

@@ -2,8 +2,6 @@
 evaluate.py as a command.
 """
 
-import functools
-import hashlib
 import json
 import math
 import os
@@ -16,16 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import data.hellaswag
 import evaluate
-from data.hellaswag import Row, download, read_items, rows_of
+from data.hellaswag import Question, Row, download, read_items
 from data.token_file import write_corpus
 from data.tokenizer import END_OF_TEXT, get_encoding
 from evaluate import EvaluateOptions
-from inference.hellaswag import choose, ending_losses, interval, read_questions, score
+from inference.hellaswag import ending_losses, interval, is_right, read_questions, score
 from model import GPT, GPTConfig
 from runtime.cli import parse
 from runtime.errors import TrainingError
+from runtime.files import sha256, write_json
 from tests.conftest import ALONE, WITH_TEXT, cases, refused, run_ranks, tokens_in, transformers_pair
 from tests.test_train import rows
 from train import train
@@ -53,10 +51,7 @@ def item(seed=0, **changes):
 
 
 ODD = [
-    item(100, endings=["dog", "man", "roof", "knife"]),  # one token each
-    item(
-        101, endings=["a man sits", "a dog sits", "a man sits", "the dog sits"]
-    ),  # tied lengths, and two that are the same
+    item(101, endings=["dog", "a dog sits", "a man sits", "a man sits"]),  # two are the same
     item(102, ctx=" ".join([WORDS] * 4)),  # far longer than the context
     item(103, endings=[" ".join([WORDS] * n) for n in (1, 2, 3, 4)]),  # the last of them too
     item(
@@ -96,8 +91,12 @@ def their_loss(theirs, context, ending):
     return losses[-len(ending) :].sum().item()
 
 
+def questions_in(file):
+    return read_questions(file, get_encoding(), CONTEXT, ALONE)
+
+
 def rows_in(file):
-    return [row for item in read_items(file) for row in rows_of(item, CONTEXT)]
+    return [row for question in questions_in(file) for row in question.rows]
 
 
 # ---- against transformers
@@ -121,7 +120,7 @@ def test_the_ending_with_the_lowest_mean_loss_is_chosen_and_of_two_the_first():
     rows = [Row((i,), scored) for i, scored in enumerate((6, 1, 4, 4))]
     # means: 1.5, 2, 1, 1
     losses = dict(zip(rows, [9.0, 2.0, 4.0, 4.0], strict=True))
-    assert choose(rows, losses) == 2
+    assert [is_right(Question(rows, right), losses) for right in range(4)] == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -132,7 +131,7 @@ def test_scoring_leaves_out_dropout_and_leaves_the_model_as_it_was_even_if_it_fa
     assert model.training is training
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     with pytest.raises(TrainingError, match="losses are not finite"):
-        score(model, read_questions(file, ALONE), 200, ALONE)
+        score(model, questions_in(file), 200, ALONE)
     assert model.training is training
 
 
@@ -148,39 +147,31 @@ def test_the_interval_is_wilsons():
     ("line", "said"),
     [
         (b"\xff\xfe{", "Invalid JSON"),
-        (b'{"context": "a"}', "ctx Field required"),
         (json.dumps(item(endings=list("abcde"))).encode(), "endings List should have at most 4"),
         (json.dumps(item(label=4)).encode(), "label Input should be 0"),
     ],
 )
 def test_a_damaged_line_is_one_line_that_names_it(line, said, file):
     file.write_bytes(file.read_bytes() + line)
-    with refused(rf"{file}, line 14: {said}"):
+    with refused(rf"{file}, line 13: {said}"):
         read_items(file)
 
 
 def test_labels_may_be_text_and_empty_lines_do_not_count(tmp_path):
     path = write_items(tmp_path / "items.jsonl", [item(label="2")])
     path.write_text(f"\n{path.read_text()}\n\n")
-    assert [int(found.label) for found in read_items(path)] == [2]
+    assert [question.right for question in questions_in(path)] == [2]
 
 
-def test_a_file_without_items_is_an_error(tmp_path):
-    (tmp_path / "empty").touch()
-    with refused("has no items"):
-        read_items(tmp_path / "empty")
-
-
-def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path, monkeypatch):
-    content = json.dumps(item()).encode()
-    monkeypatch.setattr("data.download.read_file", lambda _: content)
-    with refused(f"expected SHA-256 {data.hellaswag.SHA256}"):
-        download(str(tmp_path))
+def test_a_download_is_kept_only_if_it_is_the_file_that_is_known(tmp_path):
+    source = write_items(tmp_path / "source", [item()])
+    with refused("could not be read from .*expected SHA-256 0aa3b88"):
+        download(str(tmp_path), str(source))
     assert not any(tmp_path.glob("*/*"))
-    monkeypatch.setattr(data.hellaswag, "SHA256", hashlib.sha256(content).hexdigest())
-    path = download(str(tmp_path))
-    monkeypatch.setattr("data.download.read_file", None)
-    assert download(str(tmp_path)).read_bytes() == path.read_bytes() == content
+    path = download(str(tmp_path), str(source), sha256(source))
+    assert path.read_bytes() == source.read_bytes()
+    source.unlink()
+    assert download(str(tmp_path), str(source)) == path
 
 
 # ---- between the steps of a run
@@ -240,10 +231,6 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
 # ---- the command
 
 
-def evaluated(**options):
-    return evaluate.evaluate(EvaluateOptions(device="cpu", **options), ALONE)
-
-
 def command(words):
     """The results of evaluate.py with this command line."""
     return evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
@@ -260,29 +247,33 @@ def command(words):
 def test_a_runs_loss_is_bit_for_bit_what_the_run_logged_last(options, tokens, tiny_config):
     config = tiny_config(eval_every=4, val_fraction=0.2, batch_size=3, **options)
     logged = train(config, ALONE)["val_loss"]
-    results = evaluated(run="train", log_dir=config.log_dir)
+    results = command(f"train --log_dir {config.log_dir}")
     assert results["step"] == 6
-    assert results["dtype"] == ("bfloat16" if config.bf16 else "float32")
-    corpus = f"{config.data_dir}/tiny"
-    expected = {"loss": logged, "perplexity": math.exp(logged), "tokens": tokens, "seq_len": 32}
-    # its vocabulary is not GPT-2's
-    assert results["validation"] == expected | {"corpus": corpus, "bits_per_byte": None}
+    assert results["dtype"] == config.matmul_dtype
+    assert results["validation"] == {
+        "corpus": f"{config.data_dir}/tiny",
+        "loss": logged,
+        "perplexity": math.exp(logged),
+        "tokens": tokens,
+        "seq_len": 32,
+        "bits_per_byte": None,  # its vocabulary is not GPT-2's
+    }
 
 
-def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, tmp_path, capsys):
+def test_a_hugging_face_folder_on_a_corpus_and_hellaswag(pair, corpus, file, capsys):
     ours, theirs, folder = pair
-    options = {"dataset": "tiny", "data_dir": str(corpus), "val_fraction": 1, "tokens": 640}
-    saved = tmp_path / "new/out.json"
-    results = evaluated(run=str(folder), **options, hellaswag=str(file), json=str(saved))
+    words = f"{folder} --dataset tiny --data_dir {corpus} --val_fraction 1 --tokens 640"
+    results = command(f"{words} --hellaswag {file}")
     tokens = tokens_in(next((corpus / "tiny").glob("*.bin")))[:641].astype("int64")
     x, y = (torch.from_numpy(part).view(10, CONTEXT) for part in (tokens[:-1], tokens[1:]))
     with torch.no_grad():
         loss = F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).item()
     assert results["validation"]["loss"] == pytest.approx(loss, abs=1e-4)
-    scores = score(ours, read_items(file), 10**6, ALONE)
+    scores = score(ours, questions_in(file), 10**6, ALONE)
     assert results["hellaswag"] == {"file": str(file)} | scores
-    assert json.loads(saved.read_text()) == json.loads(json.dumps(results))
-    assert f"validation loss {loss:.4f} nats per token" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"validation loss {loss:.4f} nats per token" in out
+    assert f"12 items: acc_norm {scores['acc_norm']['score']:.4f} (95%" in out
 
 
 def test_bits_per_byte_divides_the_loss_of_the_targets_by_the_bytes_of_their_text(
@@ -294,29 +285,29 @@ def test_bits_per_byte_divides_the_loss_of_the_targets_by_the_bytes_of_their_tex
     texts = ["naïve, 日本語 😀 don't\n\n", " a  rope sits" * 9, "The end, 3.5 Ça"]
     tokens = [token for text in texts for token in [END_OF_TEXT, *encoding.encode_ordinary(text)]]
     write_corpus(tmp_path / "texts", [tokens])
-    bits = size = 0
-    for start in range(0, 40, 8):
-        x, y = (torch.tensor(tokens[start + i : start + i + 8]) for i in (0, 1))
-        with torch.no_grad():
-            loss = F.cross_entropy(theirs(x[None]).logits[0], y, reduction="sum").item()
-        bits += loss / math.log(2)
-        size += len(encoding.decode_bytes([token for token in y.tolist() if token != END_OF_TEXT]))
-    assert END_OF_TEXT in tokens[1:41]
+    targets = tokens[1:41]
+    x, y = torch.tensor(tokens[:40]).view(5, 8), torch.tensor(targets)
+    with torch.no_grad():
+        loss = F.cross_entropy(theirs(x).logits.flatten(0, 1), y, reduction="sum").item()
+    size = len(encoding.decode_bytes([token for token in targets if token != END_OF_TEXT]))
+    expected = loss / math.log(2) / size
+    assert END_OF_TEXT in targets
     assert len(tokens) > 41
     words = f"{folder} --dataset texts --data_dir {tmp_path} --val_fraction 1 --seq_len 8"
-    results = command(f"{words} --tokens 41 --batch_size 2 --device cpu")["validation"]
-    assert results["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
-    assert f", {bits / size:.4f} bits per byte, over 40 tokens" in capsys.readouterr().out
+    results = command(f"{words} --tokens 41 --batch_size 2")["validation"]
+    assert results["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+    assert f", {expected:.4f} bits per byte, over 40 tokens" in capsys.readouterr().out
 
 
 def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, tmp_path):
     words = f"{pair[2]} --dataset tiny --data_dir {corpus} --val_fraction 0.5 --hellaswag {file}"
-    one = json.loads(json.dumps(command(f"{words} --device cpu")))
-    words += " --device cpu --json both.json --batch_size 3"
+    one = command(words)
+    words += " --device cpu --json new/both.json --batch_size 3"
     done = run_ranks(2, "evaluate.py", *words.split(), cwd=tmp_path)
     assert done[1].stdout == ""
-    both = json.loads((tmp_path / "both.json").read_text())
-    assert both["hellaswag"] == one["hellaswag"]
+    both = json.loads((tmp_path / "new/both.json").read_text())
+    assert both.keys() == one.keys()
+    assert both["hellaswag"] == json.loads(json.dumps(one["hellaswag"]))
     for figure in ("loss", "bits_per_byte"):
         assert both["validation"][figure] == pytest.approx(one["validation"][figure], rel=1e-6)
 
@@ -324,27 +315,28 @@ def test_two_processes_share_the_work_and_come_to_the_same(pair, corpus, file, t
 def test_a_run_whose_corpus_was_changed_or_deleted(tiny_config, corpus, file, capsys):
     config = tiny_config(**WITH_TEXT, val_fraction=0.2, max_steps=1)
     train(config, ALONE)
-    evaluate_run = functools.partial(evaluated, run="train", log_dir=config.log_dir)
+    run = f"train --log_dir {config.log_dir}"
     (path,) = (corpus / "tiny").glob("*.bin")
     good = path.read_bytes()
     path.write_bytes(good[:-100] + bytes(100))
-    evaluate_run()
+    command(run)
     # only the end has changed, which the run did not train on
     assert "note" not in capsys.readouterr().out
-    path.write_bytes(good[:1024] + good[1026:] + good[1024:1026])
-    evaluate_run()
     said = f"note: the run trained on other tokens of {corpus}/tiny"
-    assert said in capsys.readouterr().out
-    path.write_bytes(good)
-    evaluate_run(val_fraction=0.5)
-    assert said in capsys.readouterr().out
+    for content, words in (
+        (good[:1024] + good[1026:] + good[1024:1026], run),
+        (good, f"{run} --val_fraction 0.5"),
+    ):
+        path.write_bytes(content)
+        command(words)
+        assert said in capsys.readouterr().out
     (corpus / "other").mkdir()
     path.rename(corpus / "other/val.bin")  # no training files
-    assert evaluate_run(dataset="other")["validation"]["tokens"] > 3000
+    assert command(f"{run} --dataset other")["validation"]["tokens"] > 3000
     shutil.rmtree(corpus / "tiny")
     with refused("no such corpus"):
-        evaluate_run()
-    assert "validation" not in evaluate_run(hellaswag=str(file))
+        command(run)
+    assert "validation" not in command(f"{run} --hellaswag {file}")
     assert f"note: no validation loss: {corpus}/tiny: no such corpus" in capsys.readouterr().out
 
 
@@ -355,24 +347,24 @@ HF --dataset tiny --val_fraction 0.001 => 4 tokens make 0 sequences of 64; raise
 HF --dataset tinny => no such corpus (a folder of *.bin token files); did you mean tiny?
 HF --dataset tiny --seq_len 65 => longer than the model's context, 64
 HF --hellaswag none.jsonl => none.jsonl: No such file or directory; HellaSwag's validation split is
-HF --hellaswag . => .: Is a directory; HellaSwag's validation split is
-HF --dataset tiny --json . => --json .: is a folder; name a file
+HF --hellaswag empty => empty: has no items
 """
 
 
 @pytest.mark.parametrize(("words", "said"), cases(MISTAKES))
-def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, file, monkeypatch):
-    monkeypatch.chdir(file.parent)
+def test_mistakes_of_the_command_are_one_line(words, said, pair, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
     Path("HF").symlink_to(pair[2])
     with refused(re.escape(said)):
         command(words)
 
 
-def test_results_can_go_into_a_pipe(pair, file, tmp_path):
+def test_results_can_go_into_a_pipe(tmp_path):
     """A device, such as /dev/null, is like a pipe: a file that replaced it would break much."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    evaluated(run=str(pair[2]), hellaswag=str(file), json=str(fifo))
-    assert json.loads(os.read(reader, 10**5))["hellaswag"]["items"] == 13
+    write_json(fifo, {"loss": 1.5})
+    assert json.loads(os.read(reader, 100)) == {"loss": 1.5}
     assert fifo.is_fifo()

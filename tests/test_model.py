@@ -408,11 +408,6 @@ def test_the_chunked_loss_is_that_of_the_whole_without_gradients_too(tiny_model)
 # ---- generating
 
 
-def test_an_empty_prompt_is_an_error(tiny_model):
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        grown(tiny_model(), [[]], 5)
-
-
 def test_draws_follow_temperature_and_top_k():
     (likeliest,), (p,) = probabilities(torch.tensor([[0.0, 1.0, 2.0, -5.0]]), 0.5, 2)
     generator = seeded(0)

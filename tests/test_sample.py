@@ -2,11 +2,12 @@
 command.
 """
 
+import shlex
 import signal
 
 import pytest
+import tiktoken
 import torch
-import torch.nn.functional as F
 from transformers.generation import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -14,10 +15,17 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-import inference.sampling
 import sample
-from data.tokenizer import END_OF_TEXT, get_encoding
-from inference.sampling import Text, encode, keys_for, probabilities, seeded
+from data.tokenizer import END_OF_TEXT, SEPARATOR, get_encoding
+from inference.sampling import (
+    KVCache,
+    Text,
+    decode_step,
+    encoding_of,
+    prefill,
+    probabilities,
+    seeded,
+)
 from runtime.cli import parse
 from sample import SampleOptions, load_sampled_model
 from tests.conftest import ROOT, ended, grown, refused, run, start, transformers_pair, wait_for
@@ -36,8 +44,8 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def options(*words):
-    return parse(SampleOptions, ["model", *map(str, words)], positional="run")
+def options(words):
+    return parse(SampleOptions, shlex.split(f"model {words}"), positional="run")
 
 
 # ---- how tokens are chosen
@@ -89,46 +97,47 @@ def test_prompts_of_different_lengths_each_get_what_they_get_alone_also_where_th
     assert grown(model, PROMPTS, 40, range(5), **settings) == one_by_one
 
 
-def test_attention_of_a_gpu_sees_a_multiple_of_128_keys_and_the_text_is_the_same(
-    tiny_model, monkeypatch
-):
+@torch.no_grad()
+def test_attention_of_a_gpu_reads_a_multiple_of_128_keys_and_the_logits_are_the_same(tiny_model):
     """cuDNN's attention takes long to plan for each new number of keys."""
-    assert [keys_for(200, torch.device(kind)) for kind in ("cpu", "cuda")] == [200, 256]
-    model, lengths = tiny_model(block_size=300, init="gpt2"), set()
-    attention = F.scaled_dot_product_attention
-
-    def attend(q, k, v, **given):
-        lengths.add(k.size(2))
-        return attention(q, k, v, **given)
-
-    for prompts in ([[*range(100)] * 2, [1, 2, 3]], [[*range(100)] * 2] * 2):
-        expected = grown(model, prompts, 70)
-        with monkeypatch.context() as on_gpu:
-            on_gpu.setattr(F, "scaled_dot_product_attention", attend)
-            on_gpu.setattr(
-                inference.sampling, "keys_for", lambda n, _: keys_for(n, torch.device("cuda"))
-            )
-            assert grown(model, prompts, 70) == expected
-        assert lengths == {256, 384}
+    assert KVCache(tiny_model().to("meta"), 1, 1).multiple == 128
+    model = tiny_model(block_size=300, init="gpt2")
+    for texts in ([[*range(100)] * 2, [1, 2, 3]], [[*range(100)] * 2] * 2):
+        exact, padded = KVCache(model, 2, 300), KVCache(model, 2, 300, multiple=128)
+        assert [cache.keys_for(200) for cache in (exact, padded)] == [200, 256]
+        read = prefill
+        for _ in range(70):
+            logits = read(model, exact, texts)
+            torch.testing.assert_close(read(model, padded, texts), logits)
+            tokens = logits.argmax(-1).tolist()
+            texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]
+            read = decode_step
 
 
-def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model, monkeypatch):
+def test_each_text_stops_at_its_own_end_and_the_others_go_on(tiny_model):
     model = tiny_model(init="gpt2")
     texts = [alone(model, prompt, 40, temperature=1.0) for prompt in PROMPTS]
     stop = texts[3][4]  # soon, and past the context's end
-    monkeypatch.setattr(inference.sampling, "END_OF_TEXT", stop)
-    for drawn, text in zip(grown(model, PROMPTS, 40, temperature=1.0), texts, strict=True):
-        assert drawn == (text[: text.index(stop) + 1] if stop in text else text)
+    ranks = {bytes([byte]): byte + (byte >= stop) for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=".", mergeable_ranks=ranks, special_tokens={SEPARATOR: stop}
+    )
+    drawn = grown(model, PROMPTS, 40, encoding=encoding, temperature=1.0)
+    assert drawn == [text[: [*text, stop].index(stop) + 1] for text in texts]
 
 
 # ---- texts
 
 
+def tokens_of_bytes(text):
+    return [get_encoding().encode_single_token(bytes([byte])) for byte in text.encode()]
+
+
 def test_a_character_that_spans_tokens_comes_out_whole_and_a_cut_one_at_the_end():
-    bytes_of = [get_encoding().encode_single_token(bytes([byte])) for byte in "a€😀".encode()]
-    for last, is_last in ((END_OF_TEXT, False), (bytes_of[-2], True)):
-        text, strings = Text("", [], seeded(0)), []
-        for token in bytes_of[:-2]:
+    tokens = tokens_of_bytes("a€😀")
+    for last, is_last in ((END_OF_TEXT, False), (tokens[-2], True)):
+        text, strings = Text("", get_encoding(), seeded(0)), []
+        for token in tokens[:-2]:
             text.append(token, is_last=False)
             strings.append(text.string)
         assert strings == ["a", "a", "a", "a€", "a€", "a€"]
@@ -136,34 +145,24 @@ def test_a_character_that_spans_tokens_comes_out_whole_and_a_cut_one_at_the_end(
         assert (text.string, text.ended) == ("a€\ufffd", True)
 
 
-@pytest.mark.parametrize("stop", ["y z", "b x", "€", "ab x€y z"])
+@pytest.mark.parametrize("stop", ["y z", "b x", "€", "ab x€y z", "none"])
 def test_a_text_ends_before_the_first_stop_after_its_prompt_which_may_span_tokens(stop):
     """What is certain never has to be taken back."""
     drawn = "ab x€y zab x€y z"
-    tokens = [get_encoding().encode_single_token(bytes([byte])) for byte in drawn.encode()]
-    text, certain = Text(f"ab {stop}", [], seeded(0), stop), [f"ab {stop}"]
-    for token in tokens:
+    text, certain = Text(f"ab {stop}", get_encoding(), seeded(0), stop), f"ab {stop}"
+    tokens = tokens_of_bytes(drawn)
+    for i, token in enumerate(tokens, 1):
         if not text.ended:
-            text.append(token, is_last=False)
-            assert text.certain.startswith(certain[-1])
-            certain.append(text.certain)
-    assert text.string == text.certain == f"ab {stop}" + drawn.partition(stop)[0]
-
-
-def test_the_beginning_of_a_stop_waits_until_it_is_none_or_the_text_ends():
-    text, certain = Text("end", [], seeded(0), "ended"), []
-    for character in "ed endenden":
-        token = get_encoding().encode_single_token(character)
-        text.append(token, is_last=len(certain) == 10)
-        certain.append(text.certain)
-    waiting = ["", "ed", "ed ", "ed ", "ed ", "ed ", "ed ", "ed end", "ed end", "ed end"]
-    assert certain == [f"end{text}" for text in [*waiting, "ed endenden"]]
+            text.append(token, is_last=i == len(tokens))
+            assert text.certain.startswith(certain)
+            certain = text.certain
+    assert text.string == certain == f"ab {stop}" + drawn.partition(stop)[0]
 
 
 def test_another_vocabulary_and_weights_that_are_no_numbers_are_errors_of_the_user(tiny_model):
     model = tiny_model()
     with refused("a vocabulary of 128 is not that of GPT-2's tokenizer"):
-        encode(model, "")
+        encoding_of(model.config.n_vocab)
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     with refused("logits are not finite"):
         alone(model, [1], 3)
@@ -177,48 +176,43 @@ def printed(run_folder, capsys, monkeypatch):
     """Runs the command; returns its stdout and stderr."""
     monkeypatch.chdir(run_folder)
 
-    def call(*words):
-        sample.main(options("--device", "cpu", *words))
+    def call(words):
+        sample.main(options(f"--device cpu {words}"))
         return capsys.readouterr()
 
     return call
 
 
 def test_a_file_of_prompts_gives_each_line_its_texts_whatever_the_batch(run_folder, printed):
-    prompts = ["One", "", "A longer prompt, naïve €"]
-    (run_folder / "prompts.txt").write_bytes(("\ufeff" + "\r\n".join(prompts)).encode())
-    common = ("--max_new_tokens", 40, "--top_p", 0.9)
-    texts = [
-        printed(*common, "--prompt", prompt, "--seed", seed).out.removesuffix("\n")
-        for prompt in prompts
-        for seed in (1, 2)
-    ]
-    words = ("--prompt_file", "prompts.txt", "--num_samples", 2, "--seed", 1)
+    prompts, path = ["One", "", "A longer prompt, naïve €"], run_folder / "prompts.txt"
+    path.write_bytes(("\ufeff" + "\r\n".join(prompts)).encode())
+    common = "--max_new_tokens 40 --top_p 0.9"
+    texts = []
+    for prompt in prompts:
+        for seed in (1, 2):
+            text = printed(f"{common} --prompt '{prompt}' --seed {seed}").out.removesuffix("\n")
+            texts.append(prompt + text.removeprefix(prompt).partition("e")[0])
+    words = f"{common} --prompt_file prompts.txt --num_samples 2 --seed 1 --stop e"
     for batch_size in (4, 16):
-        together = printed(*common, *words, "--batch_size", batch_size)
+        together = printed(f"{words} --batch_size {batch_size}")
         assert together.out == "\n---\n".join(texts) + "\n"
         assert together.err.endswith(" tokens/s\n")
-    (run_folder / "prompts.txt").write_bytes(b"na\xefve")
+    path.write_bytes(b"na\xefve")
     with refused("--prompt_file prompts.txt: not UTF-8 .*byte 0xef"):
-        printed(*words)
+        printed(words)
 
 
-def test_each_text_of_a_batch_ends_before_the_stop(run_folder, printed):
-    words = ("--num_samples", 4, "--max_new_tokens", 30, "--batch_size", 3)
-    texts = printed(*words).out.removesuffix("\n").split("\n---\n")
-    stop = texts[1][20:23]
-    expected = [text.partition(stop)[0] for text in texts]
-    assert expected[1] != texts[1]
-    assert printed(*words, "--stop", stop).out == "\n---\n".join(expected) + "\n"
-
-
-def test_options_without_effect_are_told():
-    assert options("--temperature", 0, "--top_p", 0.5).notes() == [
-        "top_p has no effect: temperature is 0"
-    ]
-    assert options("--temperature", 0).notes() == options("--top_p", 0.5).notes() == []
-    ignored = options("--prompt_file", "x", "--prompt", "y").notes()
-    assert ignored == ["prompt has no effect: prompt_file is set"]
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        ("--temperature 0 --top_p 0.5", ["top_p has no effect: temperature is 0"]),
+        ("--temperature 0", []),
+        ("--top_p 0.5", []),
+        ("--prompt_file x --prompt y", ["prompt has no effect: prompt_file is set"]),
+    ],
+)
+def test_options_without_effect_are_told(words, notes):
+    assert options(words).notes() == notes
 
 
 def test_text_comes_as_it_is_drawn_and_ctrl_c_ends_its_line(run_folder):
@@ -245,9 +239,9 @@ def test_a_terminal_without_the_characters_gets_question_marks(run_folder):
 
 
 def test_bf16_weights_continue_a_prompt_that_is_longer_than_the_context(run_folder, printed):
-    prompt = "word " * 60
-    out = printed("--bf16", "--prompt", prompt, "--max_new_tokens", 3).out
+    (run_folder / "prompt").write_text(prompt := "word " * 60)
+    words = "--bf16 --prompt_file prompt --max_new_tokens 3"
+    out = printed(words).out
     assert out.startswith(prompt)
     assert len(out) > len(prompt) + 2
-    model = load_sampled_model(options("--bf16", "--log_dir", run_folder / "logs"))
-    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert load_sampled_model(options(words)).lm_head.weight.dtype == torch.bfloat16
