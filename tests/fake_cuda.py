@@ -7,13 +7,10 @@ The process has to be started with `environment(...)`.
 
 import contextlib
 import os
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -27,16 +24,14 @@ NAME = "NVIDIA H200"
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
-def environment(folder: Path) -> dict[str, str] | None:
-    """Compile the guard; returns the environment for the fake device. None: no compiler."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))), None)
-    if not compiler:
-        return None
+def environment(folder: Path) -> dict[str, str]:
+    """Compile the guard; returns the environment for the fake device."""
     home, guard = Path(torch.__file__).parent, folder / "guard.so"
     source = Path(__file__).with_name("fake_cuda_guard.cpp")
-    libraries = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
-    options: list[str | Path] = ["-std=c++20", "-shared", "-fPIC", f"-I{home}/include", "-o", guard]
-    subprocess.run([compiler, *options, source, *libraries], check=True)
+    compiler = os.environ.get("CXX", "c++")
+    options = f"-std=c++20 -shared -fPIC -I{home}/include -L{home}/lib -Wl,-rpath,{home}/lib"
+    files = ["-o", str(guard), str(source), "-lc10", "-ltorch_cpu"]
+    subprocess.run([compiler, *options.split(), *files], check=True)
     return {"LD_PRELOAD": str(guard)}
 
 
@@ -45,7 +40,7 @@ class OnGPU(Tensor):
 
     on_cpu: Tensor
 
-    def __new__(cls, on_cpu: Tensor) -> "OnGPU":
+    def __new__(cls, on_cpu):
         """Wrap a tensor; both have the same shape, strides and dtype."""
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -59,26 +54,24 @@ class OnGPU(Tensor):
         return self
 
     # swapped, not replaced, by nn.Module.to: a tied matrix stays one
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["on_cpu"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "OnGPU":
+    def __tensor_unflatten__(inner, *_):
         return OnGPU(inner["on_cpu"])
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):
         return f"OnGPU({self.on_cpu})"
 
-    def tolist(self) -> Any:
+    def tolist(self):
         """Read the values, by one copy."""
         return self.cpu().tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Compute outside of the mode, which alone counts waits."""
         return compute(func, args, kwargs or {})
 
@@ -86,12 +79,12 @@ class OnGPU(Tensor):
 class CountWaits(TorchDispatchMode):
     """Send operations to the fake device; `waits` names those for which the host would wait."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.waits: list[str] = []
+        self.waits = []
         self.queued = 0  # operations that the device was given
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Leave DTensors to their own class, which computes with their local tensors."""
         if any(kind not in (Tensor, torch.nn.Parameter, OnGPU) for kind in types):
             return NotImplemented
@@ -108,23 +101,23 @@ class Event:
     A wait for it is named "event" if the device has more to do after it, else "synchronize".
     """
 
-    def __init__(self, mode: CountWaits):
+    def __init__(self, mode):
         self._mode = mode
 
-    def record(self, *_: Any) -> None:
+    def record(self, *_):
         """Note the time, and how much the device has to do until it."""
         self._queued, self._time = self._mode.queued, time.perf_counter()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Count a wait."""
         self._mode.waits.append("event" if self._mode.queued > self._queued else "synchronize")
 
-    def elapsed_time(self, end: "Event") -> float:
+    def elapsed_time(self, end):
         """Return milliseconds."""
         return 1e3 * (end._time - self._time)
 
 
-def each_tensor(act: Callable[[Tensor], Any], values: Any) -> Any:
+def each_tensor(act, values):
     """Put what `act` returns in the place of every tensor. PyTorch's own function takes longer."""
     if isinstance(values, Tensor):
         return act(values)
@@ -135,21 +128,21 @@ def each_tensor(act: Callable[[Tensor], Any], values: Any) -> Any:
     return values
 
 
-def tensors_of(*values: Any) -> list[Tensor]:
+def tensors_of(*values):
     """Return all tensors in arguments."""
-    found: list[Tensor] = []
+    found = []
     each_tensor(found.append, values)
     return found
 
 
-def is_on_gpu(args: Any, kwargs: Any) -> bool:
+def is_on_gpu(args, kwargs):
     """Return True if the result of an operation is on the fake device."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"]).type == "cuda"
     return any(isinstance(tensor, OnGPU) for tensor in tensors_of(args, kwargs))
 
 
-def waits_for_device(func: Any, args: Any, kwargs: Any) -> bool:
+def waits_for_device(func, args, kwargs):
     """Return True for a read, a result whose shape is read, and a copy that blocks."""
     on_gpu = [isinstance(tensor, OnGPU) for tensor in tensors_of(args, kwargs)]
     if func in COPIES:
@@ -162,7 +155,7 @@ def waits_for_device(func: Any, args: Any, kwargs: Any) -> bool:
     return any(on_gpu) and bool(depends)
 
 
-def compute(func: Any, args: Any, kwargs: Any) -> Any:
+def compute(func, args, kwargs):
     """Compute on the CPU. Raises RuntimeError for tensors on several devices, as CUDA would."""
     tensors, to_gpu = tensors_of(args, kwargs), is_on_gpu(args, kwargs)
     on_cpu = [tensor for tensor in tensors if not isinstance(tensor, OnGPU)]
@@ -182,47 +175,33 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-) -> Tensor:
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    is_causal=False,
+    fused=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+):
     """Compute scaled_dot_product_attention by one fused operator, which autocast casts for."""
     if q.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
     return fused(q, k, v, dropout_p, is_causal)[0]
 
 
-def pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor):
     """Mark a tensor as in pinned memory."""
-    tensor.pinned = True  # type: ignore[attr-defined]
+    tensor.pinned = True
     return tensor
 
 
-def answering(**answers: Any) -> contextlib.AbstractContextManager[Any]:
+def answering(**answers):
     """Make torch.cuda's functions give answers, whatever they are asked."""
-    functions: dict[str, Any] = {
-        name: lambda *_, a=answer, **__: a for name, answer in answers.items()
-    }
+    functions = {name: lambda *_, a=answer, **__: a for name, answer in answers.items()}
     return patch.multiple(torch.cuda, **functions)
 
 
-def fake_h200() -> contextlib.AbstractContextManager[Any]:
+def fake_h200():
     """Make torch.cuda find one H200."""
-    properties = SimpleNamespace(
-        name=NAME,
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        warp_size=32,
-        regs_per_multiprocessor=2**16,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        total_memory=140 * GIB,
-        shared_memory_per_block_optin=227 * 2**10,
-    )
     return answering(
         is_available=True,
         is_initialized=True,
@@ -230,10 +209,8 @@ def fake_h200() -> contextlib.AbstractContextManager[Any]:
         current_device=0,
         get_device_name=NAME,
         get_device_capability=(9, 0),
-        get_arch_list=["sm_90"],
-        get_device_properties=properties,
+        get_device_properties=SimpleNamespace(name=NAME, total_memory=140 * GIB),
         is_bf16_supported=True,
-        is_current_stream_capturing=False,
         max_memory_allocated=0,
         mem_get_info=(140 * GIB, 140 * GIB),
         get_rng_state=torch.zeros(16, dtype=torch.uint8),
@@ -242,33 +219,28 @@ def fake_h200() -> contextlib.AbstractContextManager[Any]:
         empty_cache=None,
         reset_peak_memory_stats=None,
         _lazy_init=None,
-        _exchange_device=0,
-        _maybe_exchange_device=0,
     )
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[list[str]]:
+def fake_cuda():
     """Make cuda:0 a fake H200; yields the list of host waits. torch.compile does nothing."""
     mode = CountWaits()
-
-    def synchronize(*_: Any) -> None:
-        mode.waits.append("synchronize")
-
-    stream = MagicMock(**{"synchronize.side_effect": synchronize})
+    stream = MagicMock(synchronize=lambda *_: mode.waits.append("synchronize"))
     streams = dict.fromkeys(("Stream", "current_stream", "default_stream"), stream)
-    kinds: list[Any] = torch.utils._foreach_utils._foreach_supported_types
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_h200())
-        stack.enter_context(answering(**streams, stream=contextlib.nullcontext()))
-        new_event = lambda **_: Event(mode)  # noqa: E731
-        stack.enter_context(patch.multiple(torch.cuda, synchronize=synchronize, Event=new_event))
-        stack.enter_context(patch.multiple(F, scaled_dot_product_attention=attention))
-        stack.enter_context(patch.multiple(Tensor, pin_memory=pinned))
-        stack.enter_context(patch.multiple(torch, compile=lambda function, **_: function))
+    kinds = torch.utils._foreach_utils._foreach_supported_types
+    new_event = lambda **_: Event(mode)  # noqa: E731
+    with (
+        fake_h200(),
+        answering(**streams, stream=contextlib.nullcontext()),
+        patch.multiple(torch.cuda, synchronize=stream.synchronize, Event=new_event),
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(Tensor, "pin_memory", pinned),
+        patch.object(torch, "compile", lambda function, **_: function),
+        mode,
+    ):
         kinds.append(OnGPU)
-        stack.callback(kinds.remove, OnGPU)
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device) then copies
-        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
-        stack.enter_context(mode)
         yield mode.waits
+        torch._C._set_only_lift_cpu_tensors(False)
+        kinds.remove(OnGPU)
