@@ -338,16 +338,16 @@ class GPT(nn.Module):
         self,
         idx: Tensor,
         targets: Tensor | None = None,
-        where: Tensor | tuple[Tensor, Tensor] | None = None,
+        where: Tensor | None = None,
         attend: Attend | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, T, real vocabulary) for tokens idx (B, T), or with targets (B, T) the
         mean loss in nats per token.
 
-        `where` selects N tokens by a mask (B, T) or by rows and columns, and the logits are then
-        (N, real vocabulary). `attend` and `positions` are for generation. Raises ValueError if T
-        is more than block_size.
+        `where`, a mask (B, T), selects N tokens, and the logits are then (N, real vocabulary).
+        `attend` and `positions` are for generation. Raises ValueError if T is more than
+        block_size.
         """
         x = self.transformer(idx, attend, positions)  # (B, T, C)
         n_vocab, cap = self.config.n_vocab, self.config.logit_softcap

@@ -79,11 +79,11 @@ class KVCache:
         c, like = model.config, model.lm_head.weight
         self.device = like.device
         self.multiple = multiple or (1 if like.device.type == "cpu" else 128)
-        shape = (2, rows, c.n_head, self.keys_for(positions), c.n_embd // c.n_head)
-        # of each layer keys and values, (2, B, nh, S, hs), in the model's dtype
-        self.layers = [
-            torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(c.n_layer)
-        ]
+        keys, hs = self.keys_for(positions), c.n_embd // c.n_head
+        # of each layer keys and values, (n_layer, 2, B, nh, S, hs), in the model's dtype
+        self.layers = torch.zeros(
+            c.n_layer, 2, rows, c.n_head, keys, hs, dtype=like.dtype, device=like.device
+        )
 
     def keys_for(self, positions: int) -> int:
         """Return the number of keys that attention reads for `positions`."""
@@ -93,8 +93,9 @@ class KVCache:
 def prefill(model: GPT, cache: KVCache, texts: list[list[int]]) -> Tensor:
     """Read whole texts, and fill the cache; returns logits (B, V) after the last token of each."""
     T = min(cache.keys_for(max(map(len, texts))), model.config.block_size)
-    idx = torch.tensor([text + [0] * (T - len(text)) for text in texts])  # (B, T)
-    last = torch.tensor([len(text) - 1 for text in texts], device=cache.device)
+    idx = torch.tensor([text + [0] * (T - len(text)) for text in texts], device=cache.device)
+    lengths = torch.tensor([[len(text)] for text in texts], device=cache.device)  # (B, 1)
+    is_last = torch.arange(1, T + 1, device=cache.device) == lengths  # (B, T), like idx
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Cache k and v, and attend causally, which hides the padding; all (B, nh, T, hs)."""
@@ -102,8 +103,7 @@ def prefill(model: GPT, cache: KVCache, texts: list[list[int]]) -> Tensor:
         keys[:, :, :T], values[:, :, :T] = k, v
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    rows = torch.arange(len(texts), device=cache.device)
-    return model(idx.to(cache.device), where=(rows, last), attend=attend)
+    return model(idx, where=is_last, attend=attend)
 
 
 def decode_step(model: GPT, cache: KVCache, texts: list[list[int]]) -> Tensor:
