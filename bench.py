@@ -111,7 +111,7 @@ def models_of(options: BenchOptions) -> list[Model]:
 def warm_up(config: Config, passes: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of untimed passes, after which CUDA graphs run."""
     least = GRAPHS_RECORDED if config.has_graphs else 0
-    return tuple(dict.fromkeys(n and max(n, least) for n in passes))
+    return tuple(dict.fromkeys(max(n, least) if n else 0 for n in passes))
 
 
 def bits(config: Config) -> str:

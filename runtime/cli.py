@@ -105,19 +105,12 @@ def parse(
     flags; `options` must allow extra fields and gets them unconverted, in `model_extra`. Raises
     ConfigError with one line for each mistake, and SystemExit after `--help` and `--print_config`.
     """
-    parser = _Parser(
-        usage=" ".join(["%(prog)s", *positional.split(), "[--option VALUE ...]"]),
-        description=sys.modules["__main__"].__doc__,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    declared = [*sections(options), *sections(others)]
-    names = _add_arguments(parser, declared, positional.split(), config_file)
+    declared, positionals = [*sections(options), *sections(others)], positional.split()
+    parser, names = _make_parser(declared, positionals, config_file)
     known, unknown = parser.parse_known_args(argv)
     flags = vars(known)
     for name, value in flags.items():
-        if isinstance(value, list) and name not in positional.split():
+        if isinstance(value, list) and name not in positionals:
             flags[name] = ",".join(value).split(",")  # commas are as good as spaces
     print_config = flags.pop("print_config", False)
     config = flags.get("config") if config_file else None
@@ -285,13 +278,17 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _add_arguments(
-    parser: argparse.ArgumentParser,
-    declared: Sequence[type[Options]],
-    positionals: Sequence[str],
-    config_file: bool,
-) -> list[str]:
-    """Add the flags of some sections; returns all ways to write them."""
+def _make_parser(
+    declared: Sequence[type[Options]], positionals: Sequence[str], config_file: bool
+) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return a parser for the options of some sections, and all ways to write their flags."""
+    parser = _Parser(
+        usage=" ".join(["%(prog)s", *positionals, "[--option VALUE ...]"]),
+        description=sys.modules["__main__"].__doc__,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     names: list[str] = []
     if config_file:
         names += ["--config", "--print_config"]
@@ -304,7 +301,7 @@ def _add_arguments(
         for name, field in section.model_fields.items():
             if f"--{name}" not in names:  # two classes may have an option of the same name
                 names += _add_argument(group, name, field, name in positionals)
-    return names
+    return parser, names
 
 
 def _add_argument(

@@ -332,7 +332,7 @@ def matmul_tflops(device: torch.device, dtype: str, seconds: float = 0.5) -> flo
         return min(taken / (2 * n**3) for n, taken in zip(SIZES, times, strict=False))
 
     best = steady(seconds_per_flop, seconds)
-    return best and 1e-12 / best
+    return 1e-12 / best if best else None
 
 
 def slowdown(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:

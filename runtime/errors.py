@@ -118,7 +118,7 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun may end this process with it
-    if lost_rank or launch().local_rank > 0:
+    if launch().by_torchrun and (lost_rank or launch().local_rank > 0):
         time.sleep(WAIT_FOR_TORCHRUN_S)
     with contextlib.suppress(OSError):  # nobody may read it
         print(text, file=sys.stderr, flush=True)

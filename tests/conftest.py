@@ -35,7 +35,6 @@ from inference.sampling import Text, grow, seeded
 from measure.interleaved import rounds
 from measure.preflight import estimate
 from model import GPT, GPTConfig
-from runtime import errors
 from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -337,11 +336,11 @@ class Forked(subprocess.Popen):
         self.process = fork_server().Process(
             target=_be,
             args=(
-                [str(word) for word in args[1 + (args[1] == "-u") :]],
+                [str(word) for word in args[1:] if word != "-u"],
                 cwd or os.getcwd(),
                 dict(os.environ if env is None else env),
                 {number: Connection(os.dup(theirs[number])) for number in range(3)},
-                [*self.before, *[os.setsid] * new_session],
+                [*self.before, os.setsid] if new_session else self.before,
             ),
         )
         self.process.start()
@@ -461,11 +460,6 @@ def torchrun(*command, cwd, status=0):
     return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
-def impatient():
-    """Do not wait for torchrun if this process fails: no torchrun started it."""
-    errors.WAIT_FOR_TORCHRUN_S = 0
-
-
 def start_ranks(ranks, *command, cwd):
     """The processes of a run on several ranks, with the environment and the store of torchrun, but
     without torchrun.
@@ -483,7 +477,7 @@ def start_ranks(ranks, *command, cwd):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(start(*command, cwd=cwd, before=impatient, **env))
+        processes.append(start(*command, cwd=cwd, **env))
         processes[-1].store = store  # lives as long as they do
     return processes
 

@@ -45,13 +45,13 @@ def test_drift_makes_no_factor():
 
 
 @pytest.mark.parametrize(
-    ("spread", "rounds", "narrow"), [(0, 9, False), (0, 10, True), (2, 50, False)]
+    ("rates", "narrow"), [([1.0] * 9, False), ([1.0] * 10, True), ([1.0, 1.1] * 25, False)]
 )
-def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(spread, rounds, narrow):
-    chance = random.Random(3)
-    rates = [[1.0] * rounds, [1 + spread * chance.random() for _ in range(rounds)]]
-    sides = [{"name": "any", "tokens_per_sec": rate, "turns": []} for rate in rates]
-    assert Comparison(machine="any", left_out=3, sides=sides).is_narrow(0.02) == narrow
+def test_rounds_end_when_the_interval_is_narrow_and_not_before_there_is_one(rates, narrow):
+    sides = [
+        {"name": "any", "tokens_per_sec": each, "turns": []} for each in (rates, [1.0] * len(rates))
+    ]
+    assert Comparison(left_out=3, sides=sides).is_narrow(0.02) == narrow
 
 
 @pytest.mark.parametrize(
@@ -192,16 +192,14 @@ def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
     options = ["--rounds", "6", "--width", "0", "--output", output]
     ran = compare(config, two_layers, *options, "--", *TINY)
     assert "6 interleaved rounds" in ran.stdout
-    one, two = json.loads(output.read_text())["sides"]
-    assert "--n_layer 2" not in one["command"]
-    for side in (one, two):
-        assert len(side["tokens_per_sec"]) == 6
-        assert len(side["turns"]) == 3 + 4 + 2 + 2  # two processes
+    sides = json.loads(output.read_text())["sides"]
+    assert ["--n_layer 2" in side["command"] for side in sides] == [False, True]
+    for side in sides:
         last = side["turns"][-1]
         assert last["tokens"] == 2 * 16 * len(last["seconds"])
-        assert side["tokens_per_sec"][-1] == pytest.approx(last["tokens"] / sum(last["seconds"]))
+        assert side["tokens_per_sec"][5] == pytest.approx(last["tokens"] / sum(last["seconds"]))
         assert last["peak_memory_mb"] > 50
-    assert one["turns"][0]["loss"] != two["turns"][0]["loss"]
+    assert sides[0]["turns"][0]["loss"] != sides[1]["turns"][0]["loss"]
 
 
 def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config):
@@ -254,14 +252,6 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
 def test_what_cannot_be_compared_is_one_error_line(sides, message):
     with refused(message):
         main(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
-
-
-def test_a_side_that_fails_gives_its_reason(config):
-    elsewhere = f"{config} --dataset nowhere"
-    ran = compare(config, elsewhere, "--", *TINY, status=1)
-    assert f"error: {elsewhere}: " in ran.stderr
-    assert "no such corpus" in ran.stderr
-    assert "Traceback" not in ran.stderr
 
 
 def test_a_side_is_a_config_or_a_module_after_its_environment_with_its_own_options_last():

@@ -9,18 +9,14 @@ import signal
 import socket
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from config import load_config
-from run.start import restore
+from data.token_file import write_corpus
 from runtime.signals import StopRequest, end_unfinished
-from runtime.world import World
 from tests.conftest import (
     ALONE,
-    CPU,
     ROOT,
     flags,
     forks,
@@ -72,10 +68,11 @@ def test_ranks_with_other_options_code_or_pytorch_do_not_train_together(tiny_con
     assert not Path(tiny_config().log_dir).exists()
 
 
-def test_other_tokens_are_an_error_with_the_ranks_that_have_them(monkeypatch):
-    monkeypatch.setattr(World, "gather", lambda _, own: [own, "another", own, "another"])
-    with refused("data/mine: ranks 1, 3 did not find the same tokens there as rank 0; "):
-        restore(None, Mock(), "one", load_config(dataset="mine"), World(CPU, 0, 4))
+def test_other_tokens_are_an_error_with_the_ranks_that_have_them(tiny_config, tmp_path):
+    write_corpus(tmp_path / "elsewhere/data/tiny", [[1] * 4000])
+    options = [*flags(tiny_config()), "--data_dir", "data"]
+    (line,) = refusal('os.chdir("elsewhere")', *options, cwd=tmp_path)
+    assert line.startswith("error: data/tiny: rank 1 did not find the same tokens there as rank 0;")
 
 
 def test_a_machine_that_does_not_see_the_runs_folder_gets_a_line_and_cannot_resume(

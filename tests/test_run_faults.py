@@ -262,17 +262,15 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
 ):
     config = tiny_config(eval_every=2, val_fraction=0.1, dropout=0.1)
     stopped_early(monkeypatch, place, config, ranks)  # a first run
-    assert not here.exists()
-    assert capfd.readouterr().err == said
-    go(config.model_copy(update={"max_steps": 4}))
+    assert (here.exists(), capfd.readouterr().err) == (False, said)
+    go(config.with_options(max_steps=4))
+    (here / "eval.csv").unlink()  # so that a run that resumes evaluates before its first step
     before = log(here), newest(here)
-    stopped_early(monkeypatch, place, config, ranks)  # a new one of its name
-    assert (log(here), newest(here)) == before
-    (here / "eval.csv").unlink()  # the run then evaluates before its first step
-    resumed = config.model_copy(update={"resume": "auto"})
-    stopped_early(monkeypatch, place, resumed, ranks)  # one that resumes
-    assert (log(here), newest(here)) == before
-    assert go(resumed)["resumed_after_step"] == 4
+    for resume in (None, "auto"):  # a new run of its name, and one that resumes
+        config = config.with_options(resume=resume)
+        stopped_early(monkeypatch, place, config, ranks)
+        assert (log(here), newest(here)) == before
+    assert go(config)["resumed_after_step"] == 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

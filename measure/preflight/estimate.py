@@ -119,7 +119,7 @@ def describe_disk(config: Config, size: float) -> tuple[bool, str]:
     """Return whether checkpoints of `size` bytes fit on the disk, and a line on their space."""
     if not config.keep_last:
         return True, "disk:    no checkpoint is saved, as keep_last is 0"
-    best = bool(config.eval_every)  # the best one so far is kept too
+    best = 1 if config.eval_every else 0  # the best one so far is kept too
     kept = max(config.keep_last, 2)  # the last one goes once the next is complete
     needed, free = size * (kept + best), shutil.disk_usage(config.log_dir).free
     return needed < free, (

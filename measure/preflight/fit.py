@@ -7,7 +7,7 @@ a config with the same tokens per step.
 import datetime
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,32 +97,35 @@ def measure_sizes(config: Config, state_mb: float, free_mb: float, measure: Meas
     to take. Raises TrainingError if the first one fails.
     """
     found, peaks = list[Fit](), [(0, state_mb)]  # peaks: by batch_size
-    for size in micro_batches(config.tokens_per_step(1) // config.seq_len):
-        expected = expected_mb(size, peaks)
+    for tried in micro_batches(config):
+        expected = expected_mb(tried.batch_size, peaks)
         result, problem = None, f"not tried, as it may take {expected:,.0f} MB, more than is free"
         if expected <= free_mb:
-            result, problem = measure(with_micro_batch(config, size))
+            result, problem = measure(tried)
+        line = f"batch_size {tried.batch_size}: {problem}"
         if result is None:
             if not found:
-                raise TrainingError(f"no step could be taken: batch_size {size}: {problem}")
-            print(f"batch_size {size}: {problem}")
+                raise TrainingError(f"no step could be taken: {line}")
+            print(line)
             break
         found.append(result)
-        peaks.append((size, result.peak_mb))
-        print(
-            f"batch_size {size}: {result.tokens_per_sec:,.0f} tokens/s, {result.peak_mb:,.0f} MB",
-            flush=True,
-        )
+        peaks.append((result.batch_size, result.peak_mb))
+        print(f"{line}{result.tokens_per_sec:,.0f} tokens/s, {result.peak_mb:,.0f} MB", flush=True)
     return found
 
 
-def micro_batches(sequences: int) -> list[int]:
-    """Return divisors of a step's sequences, from 1, each at least twice the one before."""
-    sizes = [1]
-    for size in range(2, sequences + 1):
-        if sequences % size == 0 and size >= 2 * sizes[-1]:
-            sizes.append(size)
-    return sizes
+def micro_batches(config: Config) -> Iterator[Config]:
+    """Yield configs with larger and larger micro-batches, and steps of a few micro-steps.
+
+    Their sizes divide a step's sequences; each is at least twice the one before.
+    """
+    sequences, least = config.tokens_per_step(1) // config.seq_len, 1
+    for size in range(1, sequences + 1):
+        if size >= least and sequences % size == 0:
+            timed = min(sequences // size, max(2, SEQUENCES // size))
+            tokens = timed * size * config.seq_len
+            yield config.with_options(batch_size=size, total_batch_tokens=tokens)
+            least = 2 * size
 
 
 def expected_mb(size: int, peaks: list[tuple[int, float]]) -> float:
@@ -131,13 +134,6 @@ def expected_mb(size: int, peaks: list[tuple[int, float]]) -> float:
         return peaks[0][1]
     (n, mb), (more, more_mb) = peaks[-2:]
     return more_mb + (size - more) * (more_mb - mb) / (more - n)
-
-
-def with_micro_batch(config: Config, size: int) -> Config:
-    """Return the config with a batch_size, and steps of a few micro-steps."""
-    micro_steps = config.tokens_per_step(1) // (size * config.seq_len)
-    timed = min(micro_steps, max(2, SEQUENCES // size))
-    return config.with_options(batch_size=size, total_batch_tokens=timed * size * config.seq_len)
 
 
 def take_steps(config: Config) -> Fit:
