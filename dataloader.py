@@ -12,9 +12,8 @@ import itertools
 import math
 import shlex
 import struct
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.ahead import map_ahead
 from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, MAX_VOCAB, TokenFile, TokenFileError, split_of
 
@@ -55,7 +55,7 @@ class TokenStream:
 
     def describe(self) -> str:
         """Return the number of sequences that the tokens make, for a message."""
-        rule = " (none crosses the end of a file)" * (len(self.spans) > 1)
+        rule = " (none crosses the end of a file)" if len(self.spans) > 1 else ""
         return f"{self.tokens:,} tokens make {len(self)} sequences of {self.seq_len}{rule}"
 
     def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -115,28 +115,26 @@ def open_corpus(
     that the corpus's manifest lists and the folder lacks.
     """
     paths = sorted(folder.glob("[!.]*.bin"))  # no hidden files, which editors leave
-    named = {
-        split: [path for path in paths if split_of(path) == split]
-        for split in ("train", "val", "test", None)
-    }
-    training = named["train"] or named[None]
-    if named["train"] and named[None]:
-        raise TokenFileError(
-            f"{named[None][0]}: its name has neither train nor val, but {named['train'][0].name} "
-            f"has train: rename it, such as {named[None][0].stem}_train.bin, or move it away"
-        )
-    share = COMPARED_WHOLE // max(1, len(training))
-    files = [TokenFile(path, n_vocab, share) for path in paths]
+    n_training = sum(split_of(path) in ("train", None) for path in paths)
+    files = [TokenFile(path, n_vocab, COMPARED_WHOLE // max(1, n_training)) for path in paths]
     check_shards(folder, {file.path.name: file.tokens for file in files})
-    spans = {file.path: Span(file, 0, file.tokens) for file in files}
-    train = [spans[path] for path in training]
-    val = [spans[path] for path in named["val"] or named["test"]]
-    if to_train and not train:
+    spans = defaultdict[str | None, list[Span]](list)
+    for file in files:
+        spans[split_of(file.path)].append(Span(file, 0, file.tokens))
+    train, unnamed = spans["train"], spans[None]
+    if train and unnamed:
+        path = unnamed[0].file.path
+        raise TokenFileError(
+            f"{path}: its name has neither train nor val, but others here have train: rename it, "
+            f"such as {path.stem}_train.bin, or move it away"
+        )
+    if to_train and not n_training:
         raise TokenFileError(
             f"{folder}: no token files (*.bin) to train on; names with val, valid, validation, dev "
             f"or test are for validation; write some with a script in data/, such as: python "
             f"data/text.py FILE --name {shlex.quote(folder.name)}"
         )
+    train, val = train or unnamed, spans["val"] or spans["test"]
     if not val:
         train, val = _cut_tail(train, val_fraction)
     return TokenStream(train, seq_len), TokenStream(val, seq_len)
@@ -189,7 +187,7 @@ class DataLoader:
         for a sequence.
         """
         T, folder = self.stream.seq_len, self.stream.spans[0].file.path.parent
-        validation = f", and {val.tokens:,} for validation" * bool(val.tokens)
+        validation = f", and {val.tokens:,} for validation" if val.tokens else ""
         lines = [
             f"loaded {self.stream.tokens:,} tokens of {folder}{validation}",
             f"1 epoch = {self.steps_per_epoch:,} batches",
@@ -235,12 +233,12 @@ def permuted(place: int, n: int, seed: int, epoch: int) -> int:
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    keys = struct.unpack("<8Q", hashlib.sha512(f"{seed} {epoch}".encode()).digest())
+    digest = hashlib.sha512(f"{seed} {epoch}".encode()).digest()
     while True:
         left, right = divmod(place, b)
-        for of_left, of_right in zip(keys[::2], keys[1::2], strict=True):
-            left = (left + _hashed(right ^ of_left)) % a
-            right = (right + _hashed(left ^ of_right)) % b
+        for left_key, right_key in struct.iter_unpack("<QQ", digest):
+            left = (left + _hashed(right ^ left_key)) % a
+            right = (right + _hashed(left ^ right_key)) % b
         place = left * b + right
         if place < n:
             return place
@@ -266,17 +264,10 @@ def prefetch(
     # Copies from pinned memory to the GPU overlap with computation. Each batch has its own buffer.
     pin = device.type == "cuda"
 
-    def fetch(step: int, micro_step: int) -> list[Tensor]:
-        return [tensor.pin_memory() if pin else tensor for tensor in loader.batch(step, micro_step)]
+    def fetch(place: tuple[int, int]) -> list[Tensor]:
+        return [tensor.pin_memory() if pin else tensor for tensor in loader.batch(*place)]
 
-    with ThreadPoolExecutor(READ_AHEAD) as pool:
-        fetched = (
-            pool.submit(fetch, step, micro_step)
-            for step in itertools.count(first_step)
-            for micro_step in range(loader.accumulation)
-        )
-        ahead = deque(itertools.islice(fetched, READ_AHEAD))
-        while True:
-            x, y = ahead.popleft().result()
-            ahead.append(next(fetched))
-            yield x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)
+    steps = itertools.count(first_step)
+    places = ((step, micro_step) for step in steps for micro_step in range(loader.accumulation))
+    for x, y in map_ahead(fetch, places, READ_AHEAD, READ_AHEAD):
+        yield x.to(device, non_blocking=pin), y.to(device, non_blocking=pin)

@@ -30,10 +30,10 @@ def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:
     tokens. A folder without a manifest is not checked.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        return
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return
     except pydantic.ValidationError:
         raise TokenFileError(f"{path}: damaged or edited; restore or delete it") from None
     for shard in manifest.shards:

@@ -1,14 +1,14 @@
 """Find a corpus by its name, and write a small one that is missing."""
 
-import importlib
 import shlex
 from pathlib import Path
 
+from data import pydocs, shakespeare
 from data.token_file import TokenFileError
 from runtime.cli import did_you_mean
 from runtime.files import lock_file, sole_writer
 
-SMALL_CORPORA = ("pydocs", "shakespeare")  # written if missing
+WRITERS = {"pydocs": pydocs.prepare, "shakespeare": shakespeare.prepare}  # of small corpora
 
 
 def prepare_if_missing(folder: Path) -> None:
@@ -18,12 +18,12 @@ def prepare_if_missing(folder: Path) -> None:
     missing; the message has the command to run, and the nearest name.
     """
     waiting = f"another process is writing {folder}: waiting for it"
-    is_small = folder.name in SMALL_CORPORA
-    if not is_there(folder) and (is_small or lock_file(folder).exists()):
+    write = WRITERS.get(folder.name)
+    if not is_there(folder) and (write or lock_file(folder).exists()):
         with sole_writer(folder, on_wait=lambda: print(waiting, flush=True)):
-            if is_small and not is_there(folder):
+            if write and not is_there(folder):
                 print(f"preparing {folder}", flush=True)
-                importlib.import_module(f"data.{folder.name}").prepare(folder)
+                write(folder)
     if is_there(folder):
         return
     there = {path.parent.name for path in folder.parent.glob("[!.]*/*.bin")}
@@ -32,7 +32,7 @@ def prepare_if_missing(folder: Path) -> None:
         script = "python data/fineweb.py"
     if folder.parent != Path("data"):
         script += f" --data_dir {shlex.quote(str(folder.parent))}"
-    nearest = did_you_mean(folder.name, sorted(there.union(SMALL_CORPORA)))
+    nearest = did_you_mean(folder.name, sorted(there.union(WRITERS)))
     raise TokenFileError(
         f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: "
         f"{script}; or say with --data_dir which folder holds it"

@@ -9,12 +9,10 @@ import json
 import os
 import re
 import reprlib
-import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,31 +29,7 @@ KIND = re.compile(
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 ROWS = 128  # rows of a parquet file in memory at once
 TOKENS = 2**18  # tokens of a token file in memory at once
-BOM = "\ufeff"
-
-
-class Piece(NamedTuple):
-    """A document or a part of one, or tokens of several documents."""
-
-    content: str | np.ndarray  # a text, or uint16 tokens
-    begins: int  # number of documents that begin in it; 0 or 1 for a text
-
-
-@dataclass
-class BadRecords:
-    """Lines and rows without text: up to `allowed` of them are left out."""
-
-    allowed: int
-    count: int = 0
-
-    def add(self, problem: str) -> None:
-        """Count one. Raises TokenFileError if there are more than `allowed`."""
-        self.count += 1
-        if self.count > self.allowed:
-            raise TokenFileError(
-                f"{problem}; correct it, or leave out up to N such records with --skip_bad N "
-                f"(now {self.allowed})"
-            )
+BEGIN = np.array([END_OF_TEXT], "<u2")
 
 
 # ---- the files
@@ -70,57 +44,55 @@ def kind_of(path: Path) -> str:
 def find_sources(named: Iterable[Path]) -> list[Path]:
     """Return the files in `named`, and in its folders in the order of their paths, each file once.
 
-    In folders, hidden files are skipped. So are .json files, which mostly describe the data, binary
-    files, broken links, links to folders and, beside token files, all other files; a note names
-    one. Raises TokenFileError for a folder without a usable file, for a pipe, and for a file or
-    folder that is missing or cannot be read.
+    Raises TokenFileError for a folder without a usable file, for a name that is not UTF-8, and for
+    a path that is missing, cannot be read, or is a pipe or device.
     """
     sources: dict[str, Path] = {}
     for name in named:
-        with reading(name):
-            name.stat()
-        usable = [name]
-        if name.is_dir():
-            found = _files_below(name)
-            files = [path for path in found if path.is_file()]
-            usable = [path for path in files if kind_of(path) == "tokens"]
-            usable = usable or [path for path in files if _is_usable(path)]
-            left_out = sorted({*found}.difference(usable))
-            note = (
-                f"{len(left_out):,} files left out, such as {left_out[0]}" if left_out else "empty"
+        if not name.is_dir() and not name.is_file():
+            raise TokenFileError(
+                f"{name}: no such file or folder; a pipe's text has to be in a file"
             )
-            if not usable:
-                raise TokenFileError(
-                    f"{name}: no text, JSON lines, parquet, CSV or token files here ({note})"
-                )
-            if left_out:
-                print(f"note: {name}: {note}", file=sys.stderr)
-        elif not name.is_file():
-            raise TokenFileError(f"{name}: a pipe or device; write its text to a file first")
-        for path in usable:
+        for path in _usable_below(name) if name.is_dir() else [name]:
+            if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+                raise TokenFileError(f"{path}: its name is not UTF-8; rename it")
             sources.setdefault(os.path.realpath(path), path)
     return [*sources.values()]
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Return the files below a folder that are not hidden, and its links, sorted by path.
+def _usable_below(folder: Path) -> list[Path]:
+    """Return a folder's token files, or if it has none, its other files.
 
-    A link to a folder is not followed: it may lead back. Raises TokenFileError for a folder that
-    cannot be read, and for a name that cannot be written as UTF-8.
+    Left out, with a note, are .json files, which mostly describe the data, binary files, broken
+    links, links to folders and, beside token files, all other files.
     """
+    found = _paths_below(folder)
+    files = [path for path in found if path.is_file()]
+    usable = [path for path in files if kind_of(path) == "tokens"]
+    usable = usable or [path for path in files if _is_usable(path)]
+    left_out, note = sorted({*found}.difference(usable)), "empty"
+    if left_out:
+        note = f"{len(left_out):,} files left out, such as {left_out[0]}"
+    if not usable:
+        raise TokenFileError(
+            f"{folder}: no text, JSON lines, parquet, CSV or token files here ({note})"
+        )
+    if left_out:
+        print(f"note: {folder}: {note}", file=sys.stderr)
+    return usable
 
-    def fail(error: OSError) -> None:
-        raise TokenFileError(f"{error.filename}: cannot be read: {error.strerror}")
 
+def _paths_below(folder: Path) -> list[Path]:
+    """Return the files below a folder and its links, but hidden ones, in the order of their paths.
+
+    A link to a folder is not followed: it may lead back.
+    """
+    with reading(folder):
+        children = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     found = list[Path]()
-    for where, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        links = [name for name in folders if Path(where, name).is_symlink()]
-        found += [Path(where, name) for name in (*links, *names) if not name.startswith(".")]
-    for path in found:
-        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
-            raise TokenFileError(f"{path}: its name is not UTF-8; rename it")
-    return sorted(found)
+    for path in children:
+        found += _paths_below(path) if path.is_dir() and not path.is_symlink() else [path]
+    return found
 
 
 def _is_usable(path: Path) -> bool:
@@ -144,18 +116,21 @@ def reading(path: Path) -> Iterator[None]:
         problem = f"cut short or damaged ({in_a_line(error)}); fetch or write it again"
         if isinstance(error, OSError) and error.errno:
             problem = f"cannot be read: {os.strerror(error.errno)}"
-        elif "too much memory" in str(error):
-            problem = f"has a window above 128 MB (zstd --long); run: zstd -d --long=31 {path}"
+        elif isinstance(error, UnicodeError):
+            problem = "not UTF-8 text; convert it, for example with iconv"
         raise TokenFileError(f"{path}: {problem}") from None
 
 
-def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords) -> Iterator[Piece]:
-    """Read the documents of a file.
+def read_pieces(
+    path: Path, column: str, separator: str | None
+) -> Iterator[str | np.ndarray | TokenFileError]:
+    """Read the documents of a file as texts, one or more for each document after an array with an
+    <|endoftext|>; the tokens of a token file as uint16 arrays.
 
-    `column`: the key of JSON lines, or the column of a parquet or CSV file, with the text; records
-    without text go to `bad`. `separator`: the text between the documents of a text file, with the
-    line ends around it; without it, the file is one document. Raises TokenFileError for a file that
-    cannot be read.
+    `column`: the key of JSON lines, or the column of a parquet or CSV file, with the text; a record
+    without a text is yielded as an error. `separator`: the text between the documents of a text
+    file, with the line ends around it; without it, the file is one document. Raises TokenFileError
+    for a file that cannot be read.
     """
     kind = kind_of(path)
     with reading(path):
@@ -164,18 +139,25 @@ def read_pieces(path: Path, column: str, separator: str | None, bad: BadRecords)
         elif kind == "text" and separator:
             for document in _split(_read_text(path), separator.replace("\r\n", "\n")):
                 if document.strip():
-                    yield from _cut([document.strip("\n")])
+                    yield from _document([document.strip("\n")])
         elif kind == "text":
-            yield from _cut(_read_text(path))
+            yield from _document(_read_text(path))
         else:
-            read = _read_rows if kind == "row" else _read_csv
-            records = _read_lines(path) if kind == "line" else read(path, column)
-            for number, record in enumerate(records, 1):
+            read = {"line": _read_lines, "row": _read_rows, "record": _read_csv}[kind]
+            for number, record in enumerate(read(path, column), 1):
                 text = record.get(column) if isinstance(record, dict) else None
                 if isinstance(text, str):
-                    yield from _cut([text])
+                    yield from _document([text])
                 elif record != "":
-                    bad.add(f"{path}: {kind} {number}: {_describe(record, column)}")
+                    yield TokenFileError(
+                        f"{path}: {kind} {number}: {_describe(record, column)}; correct it, or "
+                        "leave out up to N such records with --skip_bad N"
+                    )
+
+
+def _document(texts: Iterable[str]) -> Iterator[str | np.ndarray]:
+    yield BEGIN
+    yield from chunks(texts)
 
 
 def _describe(record: Any, column: str) -> str:
@@ -189,32 +171,23 @@ def _open(path: Path) -> io.BufferedReader:
     import pyarrow
 
     compression = COMPRESSION.get(path.suffix.lower())
-    if compression and not path.stat().st_size:
-        raise EOFError("it is empty")  # pyarrow would read no lines
     return io.BufferedReader(pyarrow.input_stream(str(path), compression), 2**16)
 
 
-def _cut(texts: Iterable[str]) -> Iterator[Piece]:
-    """Cut a document, which arrives in parts, into pieces."""
-    for i, chunk in enumerate(chunks(texts)):
-        yield Piece(chunk, int(i == 0))
-
-
-def _read_text(path: Path, by_line: bool = False) -> Iterator[str]:
-    """Decode a text file, a megabyte or a line at a time, without a byte order mark. The line ends
-    of Windows and old Macs become "\\n", as in sample.py's --prompt_file.
+def _open_text(path: Path) -> io.TextIOWrapper:
+    """Open a text file without its byte order mark. The line ends of Windows and old Macs become
+    "\\n", as in sample.py's --prompt_file.
     """
-    with io.TextIOWrapper(_open(path), "utf-8-sig") as file:
-        try:
-            while text := file.readline() if by_line else file.read(2**20):
-                if "\0" in text:
-                    raise UnicodeError("NUL, as in binary files and UTF-16")
-                yield text
-        except UnicodeError as error:
-            reason = getattr(error, "reason", error)
-            raise TokenFileError(
-                f"{path}: not UTF-8 text ({reason}); convert it, for example with iconv"
-            ) from None
+    return io.TextIOWrapper(_open(path), "utf-8-sig")
+
+
+def _read_text(path: Path) -> Iterator[str]:
+    """Read a text file, a megabyte at a time."""
+    with _open_text(path) as file:
+        while text := file.read(2**20):
+            if "\0" in text:  # a binary file, or UTF-16
+                raise UnicodeError
+            yield text
 
 
 def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
@@ -231,65 +204,51 @@ def _split(texts: Iterable[str], separator: str) -> Iterator[str]:
     yield "".join([*begun, rest])
 
 
-def _read_lines(path: Path) -> Iterator[Any]:
+def _read_lines(path: Path, _: str) -> Iterator[Any]:
     """Read JSON lines. Yield "" for a blank line, and the error for a line that is not JSON."""
     with _open(path) as file:
-        if file.peek(1).removeprefix(BOM.encode()).lstrip().startswith(b"["):
-            raise TokenFileError(
-                f"{path}: a JSON array, not JSON lines; convert it: jq -c '.[]' "
-                f"{shlex.quote(str(path))} > lines.jsonl"
-            )
-        for number, line in enumerate(file):
+        for line in file:
             try:
-                text = line.decode().removeprefix("" if number else BOM)
-                yield json.loads(text) if text.strip() else ""
+                yield json.loads(line) if line.strip() else ""
             except (ValueError, RecursionError) as error:
                 yield error
 
 
 def _read_rows(path: Path, column: str) -> Iterator[Any]:
-    """Read one column of a parquet file, row by row."""
+    """Read one column of a parquet file, row by row. Yield the error for one that is not UTF-8."""
     from pyarrow import parquet
 
     # With the defaults a whole row group would be in memory.
     opened = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
-    _check_column(path, column, opened.schema_arrow.names)
+    if column not in opened.schema_arrow.names:
+        names = opened.schema_arrow.names
+        raise TokenFileError(
+            f'{path}: no column "{column}"; choose one of {names} with --text_column'
+        )
     for batch in opened.iter_batches(ROWS, columns=[column], use_threads=False):
         for value in batch.column(0):
             try:
                 yield {column: value.as_py()}
-            except ValueError as error:  # not UTF-8
+            except ValueError as error:
                 yield error
 
 
 def _read_csv(path: Path, column: str) -> Iterator[Any]:
-    """Read a CSV or TSV file, whose first row has the names of the columns, row by row. Yield ""
-    for a blank row, and an error for a row of another length.
+    """Read a CSV or TSV file, whose first row has the names of the columns, row by row. Yield an
+    error for a row of another length. Blank rows are skipped.
     """
     csv.field_size_limit(2**31 - 1)  # the default is 131,072 characters
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    rows = csv.reader(_read_text(path, by_line=True), delimiter=delimiter, strict=True)
+    rows = csv.DictReader(_open_text(path), delimiter=delimiter, strict=True)
     try:
-        names = next(rows, [])
-        _check_column(path, column, names)
         for row in rows:
-            if row and len(row) != len(names):
-                yield ValueError(f"{len(row)} fields, not {len(names)}: {reprlib.repr(row)}")
-            else:
-                yield dict(zip(names, row, strict=True)) if row else ""
+            is_whole = None not in (*row, *row.values())  # None marks a field too many or missing
+            yield row if is_whole else ValueError(f"not one field per column: {reprlib.repr(row)}")
     except csv.Error as error:  # rows after a wrong quote may be lost, so --skip_bad does not apply
-        raise ValueError(f"line {rows.line_num}: {error}") from None
+        raise ValueError(f"line {rows.reader.line_num}: {error}") from None
 
 
-def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
-    """Raise TokenFileError unless there is one column of this name."""
-    if names.count(column) != 1:
-        raise TokenFileError(
-            f'{path}: no column "{column}", or several; choose one of {names} with --text_column'
-        )
-
-
-def _read_tokens(path: Path) -> Iterator[Piece]:
+def _read_tokens(path: Path) -> Iterator[np.ndarray]:
     """Read nanoGPT's uint16 .bin, a .bin with a header (llm.c, this project), or a NumPy array."""
     if path.with_name("meta.pkl").exists():  # nanoGPT's shakespeare_char has one
         raise TokenFileError(
@@ -306,10 +265,11 @@ def _read_tokens(path: Path) -> Iterator[Piece]:
         tokens = np.memmap(path, "<u2", "r", HEADER_BYTES if has_header else 0)
     for start in range(0, len(tokens), TOKENS):
         part = tokens[start : start + TOKENS]
-        if not 0 <= part.min() <= part.max() <= END_OF_TEXT:
-            i = int(np.argmax((part < 0) | (part > END_OF_TEXT)))
+        bad = (part < 0) | (part > END_OF_TEXT)
+        if bad.any():
+            i = int(bad.argmax())
             raise TokenFileError(
                 f"{path}: token {start + i:,} has the id {part[i]}, beyond GPT-2's vocabulary of "
                 f"{END_OF_TEXT + 1:,}"
             )
-        yield Piece(part.astype("<u2"), int(np.count_nonzero(part == END_OF_TEXT)))
+        yield part.astype("<u2")

@@ -21,17 +21,16 @@ import os
 import shlex
 import shutil
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
+from data.ahead import map_ahead
 from data.manifest import MANIFEST, SOURCES, Manifest, Shard, Source, read_sources
-from data.sources import BadRecords, Piece, find_sources, kind_of, read_pieces, reading
+from data.sources import find_sources, kind_of, read_pieces, reading
 from data.token_file import (
     HEADER_BYTES,
     SHARD_TOKENS,
@@ -51,23 +50,19 @@ RESUME_HINT = "run the same command again to resume"
 BATCH = 2**19  # characters and tokens in a batch, about: it takes 30 ms to tokenize
 AHEAD = 32  # batches that are read ahead
 PROGRESS_S = 5.0  # seconds between two progress lines
-SEPARATOR_NOTE = f"{SEPARATOR} in the text becomes ordinary text, 7 tokens"
-SEPARATOR_ADVICE = f"; if it separates documents, start again with --separator '{SEPARATOR}'"
-BEGIN = np.array([END_OF_TEXT], "<u2")
+SEPARATOR_NOTE = (
+    f"{SEPARATOR} in the text becomes ordinary text, 7 tokens; if it separates the documents of a "
+    f"text file, start again with --separator '{SEPARATOR}'"
+)
+NO_TOKENS = np.empty(0, "<u2")
 
 
-class Part(NamedTuple):
-    """Consecutive pieces of a source, by split."""
+class Batch(NamedTuple):
+    """Consecutive pieces of a source."""
 
-    pieces: Mapping[str, list[Piece]]
-    ends: Source | None = None  # the source, in its last part
-
-
-class Tokens(NamedTuple):
-    """The tokens of a part, by split."""
-
-    ids: Mapping[str, np.ndarray]
-    ends: Source | None
+    path: Path
+    pieces: Sequence[str | np.ndarray]
+    record: dict[str, Any]  # of the source, in its last batch
 
 
 class WritingOptions(Options):
@@ -113,12 +108,15 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None
     that cannot be read, OSError for files that cannot be written.
     """
     paths = find_sources(map(Path, named))
-    done = _unchanged(folder, paths, options)
-    if len(done) == len(paths) == len(read_sources(folder)):
+    finished = read_sources(folder)
+    done = _unchanged(finished, paths, options)
+    if len(done) == len(paths) == len(finished):
         print(f"note: {folder} is there already, from the same files", file=sys.stderr)
     else:
         done = _make(folder, paths, options)
     last, size = done[-1], ""
+    if options.separator and last.documents <= len(paths):
+        print(f"note: {_undivided(options.separator)}", file=sys.stderr)
     if last.skipped:
         print(f"note: lines or rows without text, left out: {last.skipped:,}", file=sys.stderr)
     total = sum(last.tokens.values())
@@ -132,30 +130,45 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None
     )
 
 
-def _unchanged(folder: Path, paths: Sequence[Path], options: WritingOptions) -> list[Source]:
+def _undivided(separator: str) -> str:
+    """Describe a separator that is in no text file, and the usual mistake: bash leaves `\\n`."""
+    spelling = f"; for a line end, bash takes --separator $'{separator}'"
+    advice = spelling if "\\" in separator else ""
+    return f"--separator {separator!r} divides no text file: each is one document{advice}"
+
+
+# ---- writing
+
+
+def _origin(path: Path, options: WritingOptions) -> dict[str, Any]:
+    """Return the fields of Source that determine a source's tokens and token files."""
+    with reading(path):
+        digest = sha256(path)
+    names = {"text_column", "separator", "val_every", "shard_tokens"}
+    return {"file": str(path), "sha256": digest, "options": options.model_dump(include=names)}
+
+
+def _unchanged(
+    sources: Sequence[Source], paths: Sequence[Path], options: WritingOptions
+) -> list[Source]:
     """Return the tokenized sources, up to the first that this command would tokenize otherwise."""
     unchanged = list[Source]()
-    for source, path in zip(read_sources(folder), paths, strict=False):
-        is_same = source.options == _fixed(options) and source.file == str(path)
-        if not is_same or source.sha256 != sha256(path):
+    for source, path in zip(sources, paths, strict=False):
+        if source != source.model_copy(update=_origin(path, options)):
             break
         unchanged.append(source)
     return unchanged
 
 
-def _fixed(options: WritingOptions) -> dict[str, Any]:
-    """Return the options that determine the tokens and token files."""
-    return options.model_dump(include={"text_column", "separator", "val_every", "shard_tokens"})
-
-
 def _make(folder: Path, paths: Sequence[Path], options: WritingOptions) -> list[Source]:
     """Write a new corpus, or resume an unfinished one; returns its sources."""
+    unfinished = unfinished_folder(folder)
     with new_corpus(folder):
         done = _resume(folder, paths, options)
         try:
             _write(folder, paths, done, options)
-            _finish(folder, done, options.shard_tokens)
-            unfinished_folder(folder).rename(folder)
+            _finish(unfinished, done)
+            unfinished.rename(folder)
             flush_to_disk(folder.parent)
         except (UserError, OSError) as error:
             if done:
@@ -163,7 +176,7 @@ def _make(folder: Path, paths: Sequence[Path], options: WritingOptions) -> list[
             raise
         finally:
             if not done:
-                shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
     return done
 
 
@@ -173,19 +186,22 @@ def _resume(folder: Path, paths: Sequence[Path], options: WritingOptions) -> lis
     The tokens of a source follow those of the source before, so the first that changed and all
     after it are tokenized again.
     """
-    unfinished = unfinished_folder(folder)
-    done = _unchanged(unfinished, paths, options)
-    files = token_files(folder, done, options.shard_tokens)
-    sizes = {path: HEADER_BYTES + TOKEN_BYTES * tokens for path, tokens in files.items()}
+    unfinished, limit = unfinished_folder(folder), options.shard_tokens
+    done = _unchanged(read_sources(unfinished), paths, options)
+    totals = done[-1].tokens if done else {}
+    sizes = {
+        _token_file(folder, split, number): HEADER_BYTES + TOKEN_BYTES * min(limit, total - first)
+        for split, total in totals.items()
+        for number, first in enumerate(range(0, total, limit))
+    }
     if any(not path.exists() or path.stat().st_size < size for path, size in sizes.items()):
         done, sizes = [], {}
     if unfinished.exists():
         kept = f"{len(done):,} of {len(paths):,} files are done"
         print(f"note: {folder} was not finished: {kept}", file=sys.stderr)
     unfinished.mkdir(exist_ok=True)
-    lines = "".join(f"{source.model_dump_json()}\n" for source in done)
-    write_atomic(unfinished / SOURCES, lines)
-    for path in sorted(unfinished.glob("*.bin")):
+    write_atomic(unfinished / SOURCES, "".join(f"{source.model_dump_json()}\n" for source in done))
+    for path in unfinished.glob("*.bin"):
         if path in sizes:
             os.truncate(path, sizes[path])
         else:
@@ -193,17 +209,7 @@ def _resume(folder: Path, paths: Sequence[Path], options: WritingOptions) -> lis
     return done
 
 
-def token_files(folder: Path, done: Sequence[Source], limit: int) -> dict[Path, int]:
-    """Map each token file of an unfinished corpus to its number of tokens, at most `limit`."""
-    totals = done[-1].tokens if done else {}
-    return {
-        token_file(folder, split, i): min(limit, total - first)
-        for split, total in totals.items()
-        for i, first in enumerate(range(0, total, limit))
-    }
-
-
-def token_file(folder: Path, split: str, number: int) -> Path:
+def _token_file(folder: Path, split: str, number: int) -> Path:
     return unfinished_folder(folder) / f"{folder.name}_{split}_{number:06d}.bin"
 
 
@@ -211,130 +217,95 @@ def _write(
     folder: Path, paths: Sequence[Path], done: list[Source], options: WritingOptions
 ) -> None:
     """Write the tokens of the remaining sources; add each to `done` at its end."""
-    last, printed = done[-1] if done else Source(), time.monotonic()
-    totals = last.tokens.copy()
-    batches = _batches(paths[len(done) :], last, options)
-    for tokens in _tokenize(batches, options.workers):
-        for split, ids in tokens.ids.items():
-            _append(folder, split, totals[split], ids, options.shard_tokens)
-            totals[split] += ids.size
-        if source := tokens.ends:
-            source.tokens = totals.copy()
-            done.append(source)
+    counts, printed = done[-1].model_copy(deep=True) if done else Source(), time.monotonic()
+    batches = _batches(paths[len(done) :], counts.skipped, options)
+    for batch, ids in map_ahead(_encode, batches, options.workers or os.cpu_count(), AHEAD):
+        begins = ids == END_OF_TEXT
+        is_val = _is_val(batch.path, counts.documents + np.cumsum(begins), options.val_every)
+        _append(folder, counts, "train", ids[~is_val], options.shard_tokens)
+        _append(folder, counts, "val", ids[is_val], options.shard_tokens)
+        counts.documents += int(begins.sum())
+        counts.characters += sum(len(piece) for piece in batch.pieces if isinstance(piece, str))
+        if batch.record:
+            done.append(counts.model_copy(update=batch.record, deep=True))
             path = unfinished_folder(folder) / SOURCES
             with writing(path), open(path, "a", encoding="utf-8") as file:
-                file.write(f"{source.model_dump_json()}\n")
+                file.write(f"{done[-1].model_dump_json()}\n")
         if time.monotonic() > printed + PROGRESS_S:
-            files = f"{len(done):,} of {len(paths):,} files"
-            print(f"{folder}: {files}, {sum(totals.values()):,} tokens", file=sys.stderr)
             printed = time.monotonic()
+            files = f"{len(done):,} of {len(paths):,} files"
+            print(f"{folder}: {files}, {sum(counts.tokens.values()):,} tokens", file=sys.stderr)
 
 
-def _append(folder: Path, split: str, total: int, ids: np.ndarray, limit: int) -> None:
-    """Append tokens to a split that has `total` tokens, at most `limit` in each file."""
+def _is_val(path: Path, documents: np.ndarray, val_every: int) -> np.ndarray:
+    """Return whether each token is for validation. `documents`: the number of its document."""
+    if kind_of(path) == "tokens":  # it keeps the split of its name
+        return np.full(documents.shape, split_of(path) in ("val", "test"))
+    return documents % val_every == 0 if val_every else np.zeros(documents.shape, bool)
+
+
+def _append(folder: Path, counts: Source, split: str, ids: np.ndarray, limit: int) -> None:
+    """Append tokens to a split, at most `limit` in each file, and count them."""
     while ids.size:
-        number, used = divmod(total, limit)
+        number, used = divmod(counts.tokens[split], limit)
         part, ids = np.split(ids, [limit - used])
-        path = token_file(folder, split, number)
+        path = _token_file(folder, split, number)
         with writing(path), open(path, "ab") as file:
             file.write(b"" if used else bytes(HEADER_BYTES))
             file.write(part.data)
-        total += part.size
+        counts.tokens[split] += part.size
 
 
-def _finish(folder: Path, done: list[Source], limit: int) -> None:
+def _finish(unfinished: Path, done: list[Source]) -> None:
     """Write headers and manifest.json. Raises TokenFileError if there is nothing to train on."""
-    last, files = done[-1], token_files(folder, done, limit)
+    last, shards = done[-1], list[Shard]()
     if not last.tokens["train"] or sum(last.tokens.values()) <= last.documents:
         done.clear()  # nothing to resume
         raise TokenFileError(
-            f"{folder}: too short to train on: {last.documents:,} documents have "
-            f"{last.tokens['train']:,} tokens for training and {last.tokens['val']:,} for "
-            "validation, one <|endoftext|> each included"
+            f"too short to train on: {last.documents:,} documents have {last.tokens['train']:,} "
+            f"tokens for training and {last.tokens['val']:,} for validation, each document's "
+            "<|endoftext|> included"
         )
-    for path, tokens in files.items():
+    for path in sorted(unfinished.glob("*.bin")):
+        tokens = (path.stat().st_size - HEADER_BYTES) // TOKEN_BYTES
         with writing(path):
             with open(path, "r+b") as file:
                 file.write(header(tokens))
             flush_to_disk(path)
-    shards = [Shard(file=path.name, tokens=tokens) for path, tokens in files.items()]
+        shards.append(Shard(file=path.name, tokens=tokens))
     manifest = Manifest(documents=last.documents, shards=shards)
-    write_atomic(unfinished_folder(folder) / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    write_atomic(unfinished / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
 
 
 # ---- reading and tokenizing
 
 
-def _batches(paths: Sequence[Path], last: Source, options: WritingOptions) -> Iterator[list[Part]]:
-    """Read sources in batches of similar size. `last` has the counts of the sources before."""
-    counts, bad = last.model_copy(), BadRecords(options.skip_bad, last.skipped)
-    batch, size = list[Part](), 0
-    most, every, is_noted = 0, options.val_every, False  # `most`: documents in a text file
+def _batches(paths: Sequence[Path], skipped: int, options: WritingOptions) -> Iterator[Batch]:
+    """Read sources in batches of similar size; `skipped` records of sources before are left out."""
+    is_noted = False
     for path in paths:
-        with reading(path):
-            digest = sha256(path)
-        split = "val" if split_of(path) in ("val", "test") else "train"
-        before, pieces = counts.documents, defaultdict[str, list[Piece]](list)
-        for piece in read_pieces(path, options.text_column, options.separator, bad):
-            counts.documents += piece.begins
-            if isinstance(piece.content, str):  # a token file keeps the split of its name
-                counts.characters += len(piece.content)
-                if piece.begins:
-                    split = "train" if not every or counts.documents % every else "val"
-                if SEPARATOR in piece.content and not is_noted:
-                    is_noted = True
-                    advice = SEPARATOR_ADVICE if kind_of(path) == "text" else ""
-                    print(f"note: {path}: {SEPARATOR_NOTE}{advice}", file=sys.stderr)
-            pieces[split].append(piece)
-            size += len(piece.content) + 100  # a short piece takes time too
+        record, pieces, size = _origin(path, options), list[str | np.ndarray](), 0
+        for piece in read_pieces(path, options.text_column, options.separator):
+            if isinstance(piece, TokenFileError):
+                skipped += 1
+                if skipped > options.skip_bad:
+                    raise piece
+                continue
+            if not is_noted and isinstance(piece, str) and SEPARATOR in piece:
+                is_noted = True
+                print(f"note: {path}: {SEPARATOR_NOTE}", file=sys.stderr)
+            pieces.append(piece)
+            size += len(piece) + 100  # a short piece takes time too
             if size >= BATCH:
-                yield [*batch, Part(pieces)]
-                batch, size, pieces = [], 0, defaultdict(list)
-        if kind_of(path) == "text":
-            most = max(most, counts.documents - before)
-        counts.file, counts.sha256, counts.options = str(path), digest, _fixed(options)
-        counts.skipped = bad.count
-        batch.append(Part(pieces, counts.model_copy()))
-    if options.separator and most == 1:
-        print(f"note: {_undivided(options.separator)}", file=sys.stderr)
-    yield batch
+                yield Batch(path, pieces, {})
+                pieces, size = [], 0
+        yield Batch(path, pieces, record | {"skipped": skipped})
 
 
-def _undivided(separator: str) -> str:
-    """Describe a separator that is in no text file, and the usual mistake: bash leaves `\\n`."""
-    spelling = f"; for a line end, bash takes --separator $'{separator}'"
-    advice = spelling if "\\" in separator else ""
-    return f"--separator {separator!r} divides no text file: each is one document{advice}"
-
-
-def _tokenize(batches: Iterator[list[Part]], workers: int | None) -> Iterator[Tokens]:
-    """Tokenize batches in threads, and yield their parts in order."""
-    waiting = deque[Future[list[Tokens]]]()
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        for batch in batches:
-            waiting.append(pool.submit(_encode, batch))
-            if len(waiting) > AHEAD:
-                yield from waiting.popleft().result()
-        for future in waiting:
-            yield from future.result()
-
-
-def _encode(batch: list[Part]) -> list[Tokens]:
-    return [
-        Tokens({split: _join(pieces) for split, pieces in part.pieces.items()}, part.ends)
-        for part in batch
-    ]
-
-
-def _join(pieces: Sequence[Piece]) -> np.ndarray:
-    """Return the tokens of pieces, with an <|endoftext|> before each document."""
-    parts: list[np.ndarray] = []
-    for content, begins in pieces:
-        if isinstance(content, str):
-            parts += BEGIN[:begins], encode(content)
-        else:
-            parts.append(content)
-    return np.concatenate(parts, dtype="<u2", casting="unsafe")
+def _encode(batch: Batch) -> tuple[Batch, np.ndarray]:
+    """Return a batch and its tokens."""
+    tokens = [encode(piece) if isinstance(piece, str) else piece for piece in batch.pieces]
+    return batch, np.concatenate([NO_TOKENS, *tokens], dtype="<u2", casting="unsafe")
 
 
 # ---- the command
@@ -343,11 +314,6 @@ def _join(pieces: Sequence[Piece]) -> np.ndarray:
 def main(options: TextOptions) -> None:
     first = os.path.basename(os.path.abspath(options.sources[0]))
     name = options.name or first.lstrip(".").partition(".")[0] or "text"
-    if "/" in name or name.startswith("."):
-        raise UserError(
-            f"--name {name}: has to be a plain folder name, without / or a dot at its beginning; "
-            "--data_dir sets the folder that it is made in"
-        )
     prepare(Path(options.data_dir) / name, options.sources, options)
 
 

@@ -30,8 +30,8 @@ Tokens = Sequence[int] | np.ndarray
 
 
 # Words in token files' names, and their splits
-SPLITS = dict.fromkeys(("val", "valid", "validation", "dev"), "val")
-SPLITS |= {"train": "train", "test": "test"}
+VAL = dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+SPLITS = VAL | {"train": "train", "test": "test"}
 
 
 class TokenFileError(UserError):
@@ -80,12 +80,9 @@ def new_corpus(folder: Path) -> Iterator[None]:
     Raises TokenFileError if the folder or a link exists, UserError if another process is
     writing it, OSError if it cannot be written.
     """
-    there = TokenFileError(f"{folder}: is there already; choose another name or delete it first")
-    if folder.is_symlink():  # perhaps a broken one, with no folder for the lock
-        raise there
+    if os.path.lexists(folder):  # True for a broken link too
+        raise TokenFileError(f"{folder}: is there already; choose another name or delete it first")
     with sole_writer(folder):
-        if folder.exists():
-            raise there
         yield
 
 

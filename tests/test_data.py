@@ -226,7 +226,7 @@ def test_validation_files_of_any_usual_name_are_never_trained_on(train, val, unu
 def test_a_file_that_names_no_split_is_refused_beside_one_that_says_train():
     write_shards(100)
     write_token_file(C / "more.bin", [range(100)])
-    with refused(r"^c/more\.bin: its name has neither train nor val, but c_train_000000\.bin has"):
+    with refused(r"^c/more\.bin: its name has neither train nor val, but others"):
         split()
 
 
