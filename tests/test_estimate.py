@@ -61,9 +61,8 @@ def test_epochs_are_of_the_corpus_that_is_there_and_nothing_is_trained(tiny_conf
         ({"keep_last": 0}, "no checkpoint is saved, as keep_last is 0"),
     ],
 )
-def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, tiny_config):
-    config = tiny_config(max_steps=50, val_fraction=0.1, **options)
-    Path(config.log_dir).mkdir()
+def test_checkpoints_that_are_there_at_a_time_are_counted(options, checkpoints, tmp_path):
+    config = load_config(log_dir=str(tmp_path), **options)
     fits, line = describe_disk(config, 1e6)
     assert checkpoints in line
     assert fits

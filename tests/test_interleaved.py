@@ -1,7 +1,6 @@
 """Interleaved runs: the engine on a clock of its own, intervals, and real runs of a tiny model."""
 
 import functools
-import json
 import math
 import random
 import shlex
@@ -20,7 +19,7 @@ from run.log import read_rows
 from runtime.cli import parse
 from runtime.errors import TrainingError
 from runtime.report import Estimate
-from tests.conftest import ALONE, CPU, ROOT, forks, refused, run
+from tests.conftest import ALONE, CPU, ROOT, cases, forks, refused, run
 from train import setup, train
 
 
@@ -99,20 +98,20 @@ def test_students_t_is_the_tables(freedom, t):
     assert student_t(freedom) == pytest.approx(t, abs=5e-4)
 
 
-@pytest.mark.parametrize(
-    ("estimate", "shown"),
-    [
-        (Estimate(1.14), "1.14"),
-        (Estimate(1.14, 1.09, 1.19), "1.14 (1.09 to 1.19)"),
-        (Estimate(1.01, 1.004, 1.02), "1.010 (1.004 to 1.020)"),
-        (Estimate(1.0, 0.95, 1.05), "1.00 (0.95 to 1.05), no difference"),
-        (Estimate(0.998, 0.9949, 1.0049), "0.998 (0.995 to 1.005), no difference"),
-        (Estimate(1.0, 0.9499, 1.0), "1.00 (0.95 to 1.00), unclear"),
-        (Estimate(1.55, 0.79, 3.05), "1.55 (0.79 to 3.05), unclear"),
-    ],
-)
-def test_a_factor_has_median_and_interval_and_one_of_three_verdicts(estimate, shown):
-    assert str(estimate) == shown
+VERDICTS = """
+1.14 => 1.14
+1.14 1.09 1.19 => 1.14 (1.09 to 1.19)
+1.01 1.004 1.02 => 1.010 (1.004 to 1.020)
+1.0 0.95 1.05 => 1.00 (0.95 to 1.05), no difference
+0.998 0.9949 1.0049 => 0.998 (0.995 to 1.005), no difference
+1.0 0.9499 1.0 => 1.00 (0.95 to 1.00), unclear
+1.55 0.79 3.05 => 1.55 (0.79 to 3.05), unclear
+"""
+
+
+@pytest.mark.parametrize(("numbers", "shown"), cases(VERDICTS))
+def test_a_factor_has_median_and_interval_and_one_of_three_verdicts(numbers, shown):
+    assert str(Estimate(*map(float, numbers.split()))) == shown
 
 
 # ---- a side that answers at once
@@ -187,21 +186,6 @@ def config(tmp_path, corpus):
     return str(path)
 
 
-def test_two_configs_are_compared_by_the_steps_of_train_py(config, tmp_path):
-    output, two_layers = tmp_path / "rounds.json", f"{config} --n_layer 2"
-    options = ["--rounds", "6", "--width", "0", "--output", output]
-    ran = compare(config, two_layers, *options, "--", *TINY)
-    assert "6 interleaved rounds" in ran.stdout
-    sides = json.loads(output.read_text())["sides"]
-    assert ["--n_layer 2" in side["command"] for side in sides] == [False, True]
-    for side in sides:
-        last = side["turns"][-1]
-        assert last["tokens"] == 2 * 16 * len(last["seconds"])
-        assert side["tokens_per_sec"][5] == pytest.approx(last["tokens"] / sum(last["seconds"]))
-        assert last["peak_memory_mb"] > 50
-    assert sides[0]["turns"][0]["loss"] != sides[1]["turns"][0]["loss"]
-
-
 def test_a_side_takes_the_steps_of_a_run_one_after_the_other(tiny_config):
     """Its losses are those of the run's own log, but for a learning rate next to 0."""
     config = tiny_config(max_steps=5, lr=1e-6)
@@ -240,18 +224,17 @@ def test_a_side_trains_with_the_code_on_its_pythonpath(tmp_path):
     assert there.measured.turns[0].tokens == 5
 
 
-@pytest.mark.parametrize(
-    ("sides", "message"),
-    [
-        ([], "sides: tuple should have at least 2 items"),
-        (["nowhere.yaml"], "no such config file"),
-        (["quickstart.yaml --flush"], "did you mean --flash"),
-        (["RANKS=two quickstart.yaml"], "RANKS is a number of ranks, such as 2, not 'two'"),
-    ],
-)
-def test_what_cannot_be_compared_is_one_error_line(sides, message):
+MISTAKES = """
+nowhere.yaml => no such config file
+quickstart.yaml --flush => did you mean --flash
+RANKS=two quickstart.yaml => RANKS is a number of ranks, such as 2, not 'two'
+"""
+
+
+@pytest.mark.parametrize(("side", "message"), cases(MISTAKES))
+def test_what_cannot_be_compared_is_one_error_line(side, message):
     with refused(message):
-        main(parse(InterleavedOptions, ["quickstart.yaml", *sides], positional="sides"), [])
+        main(parse(InterleavedOptions, ["quickstart.yaml", side], positional="sides"), [])
 
 
 def test_a_side_is_a_config_or_a_module_after_its_environment_with_its_own_options_last():
