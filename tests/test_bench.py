@@ -157,17 +157,14 @@ def test_the_default_is_the_published_profile():
         assert not bench.published_seconds(options(other))
 
 
-def test_a_training_config_gives_model_batch_and_precision():
+def test_models_take_options_of_training():
     words = ("--config=speedup7", "--batch_size=2", "--no-bf16")
     expected = load_config("speedup7", batch_size=2, bf16=False, total_batch_tokens=None)
     assert bench.models_of(options(*words)) == [("speedup7", expected)]
-
-
-def test_the_profile_takes_options_of_training_and_a_precision_is_the_only_one():
+    # a precision is then the only one
     words = ("--size=small", "--no-bf16", "--seq_len=64", "--warmup_steps=2")
-    ((_, config),) = bench.models_of(options(*words))
-    shown = (config.bf16, config.seq_len, config.block_size, config.warmup_steps)
-    assert shown == (False, 64, 64, 0)
+    expected = load_config("timeit/small", bf16=False, seq_len=64, block_size=64)
+    assert bench.models_of(options(*words)) == [("small", expected)]
 
 
 def test_a_warm_row_leaves_out_the_passes_that_record_cuda_graphs():
@@ -223,21 +220,16 @@ def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path):
 # ---- the parts of a step
 
 
-@pytest.mark.parametrize(
-    ("module", "hook", "slow"),
-    [
-        ("mlp", "register_forward_hook", {"MLP"}),
-        ("attn", "register_full_backward_hook", {"backward", "  of which attention"}),
-    ],
-)
-def test_the_breakdown_finds_a_planted_slow_part(module, hook, slow):
+def test_the_breakdown_finds_planted_slow_parts():
     """The clock is the test's own, so that no other process can make it fail."""
     work, now = profile.set_up(tiny(tie_weights=True)), [0.0]
-    part = work.state.model.transformer.h[1].get_submodule(module)
-    getattr(part, hook)(lambda *_: now.append(now[-1] + 0.06))
+    block = work.state.model.transformer.h[1]
+    block.mlp.register_forward_hook(lambda *_: now.append(now[-1] + 0.06))
+    block.attn.register_full_backward_hook(lambda *_: now.append(now[-1] + 0.02))
     found = profile.break_down(work, steps=2, clock=lambda: now[-1])
-    parts = {name: (ms, share) for name, ms, share in found if ms}
-    assert parts == {name: (pytest.approx(60), pytest.approx(1)) for name in slow}
+    parts = {name: [ms, share] for name, ms, share in found if ms}
+    slow = {"MLP": [60, 0.75], "backward": [20, 0.25], "  of which attention": [20, 0.25]}
+    assert parts == {name: pytest.approx(figures) for name, figures in slow.items()}
 
 
 def test_rates_and_durations_in_words():
