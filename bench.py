@@ -75,9 +75,10 @@ import itertools
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from measure.interleaved.process import in_fresh_process
-from measure.report.report import PEAK_MEMORY, Figure, Row, write_csv, write_report
+from measure.report.report import PEAK_MEMORY, Figure, Report, Row, write_csv, write_report
 from runtime.errors import TrainingError, reported
 from runtime.files import write_atomic, write_json
 from runtime.report import ROOT, flops_rate, git_commit, machine
@@ -162,7 +163,7 @@ def time_models(options: BenchOptions, models: Sequence[Model], folder: Path) ->
     Raises TrainingError if nothing can be measured.
     """
     published = published_seconds(options)
-    rows, failed = list[Row](), list[str]()
+    rows, failed = list[dict[str, Any]](), list[str]()
     for (size, config), computation in itertools.product(models, options.computation):
         warmup_steps = warm_up(config, options.warmup_steps)
         call = "measure.profile:time_passes", config, computation, warmup_steps, options.steps
@@ -175,7 +176,7 @@ def time_models(options: BenchOptions, models: Sequence[Model], folder: Path) ->
             failed.append(line)
             continue
         for figures in found:
-            row: Row = {"label": label, "size": size, "computation": computation}
+            row: dict[str, Any] = {"label": label, "size": size, "computation": computation}
             row |= {"mixed_precision": bits(config) == "mixed"} | figures
             if there := published.get(tuple(str(row[name]).lower() for name in KEY)):
                 row |= {"published_s": there, "over_published": row["mean_s"] / there}
@@ -187,17 +188,19 @@ def time_models(options: BenchOptions, models: Sequence[Model], folder: Path) ->
     report(rows, failed, folder)
 
 
-def report(rows: Sequence[Row], failed: Sequence[str], folder: Path) -> None:
+def report(rows: Sequence[dict[str, Any]], failed: Sequence[str], folder: Path) -> None:
     """Print the rows and the failures, and write them to report.md and report.html."""
     about = "{device}, {threads} threads; ".format(**rows[0]) + place()
     write_report(
-        folder,
-        "Seconds per pass: forward, backward and both",
-        COLUMNS,
-        sorted(rows, key=lambda row: row["mean_s"]),
-        remarks=[*sorted({row["notes"] for row in rows} - {""}), *failed],
-        about=[about],
-        meaning=FROM_THE_SAME_PASSES,
+        Report(
+            folder,
+            "Seconds per pass: forward, backward and both",
+            COLUMNS,
+            [Row(row["label"], row) for row in sorted(rows, key=lambda row: row["mean_s"])],
+            remarks=[*sorted({row["notes"] for row in rows} - {""}), *failed],
+            about=[about],
+            meaning=FROM_THE_SAME_PASSES,
+        )
     )
 
 

@@ -15,7 +15,8 @@ python ladder.py --plot logs/a logs/b                 loss curves of any runs in
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -31,24 +32,30 @@ from measure.ladder.climb import (
     predict_stages,
     run_stages,
 )
-from measure.ladder.learning import report_learned_ablation, report_learning
+from measure.ladder.learning import report_learning
 from measure.ladder.quick import ROUNDS as QUICK_ROUNDS
-from measure.ladder.quick import SUFFIX, quick_stages
+from measure.ladder.quick import SIZES, SUFFIX, Size, quick_stages, size_for
 from measure.ladder.record import Device, Record
-from measure.ladder.report import across, plot_runs, report, report_ablation
+from measure.ladder.report import across, plot_runs, report_ablation, report_speeds
 from measure.ladder.stages import (
+    SPEEDUP,
     Stage,
-    ablated,
+    ablated_losses,
+    ablated_speeds,
     ladder_of,
     make_stage,
     plan,
     planned_before,
     with_bases,
+    with_seeds,
 )
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import sole_writer
+from runtime.report import git_commit, git_diff
 from runtime.start import start
+
+Measure = Callable[[str], Device]  # as measure_device
 
 
 class LadderOptions(Options):
@@ -113,11 +120,13 @@ def check(options: LadderOptions) -> None:
         raise UserError("--ablate takes one config, such as speedup10.yaml")
 
 
-def name_of(options: LadderOptions) -> str:
-    """Return the ladder's name, which is its folder's."""
+def folder_of(options: LadderOptions) -> Path:
+    """Return the ladder's folder, which has its name."""
     if options.ablate:
-        return f"ablate_{Path(options.configs[0]).stem}"
-    return ladder_of(options.configs)[0] + SUFFIX * options.quick
+        name = f"ablate_{Path(options.configs[0]).stem}"
+    else:
+        name = ladder_of(options.configs)[0] + (SUFFIX if options.quick else "")
+    return Path(options.log_dir, name)
 
 
 def chosen(known: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -136,124 +145,177 @@ def chosen(known: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def planned(
-    options: LadderOptions, record: Record, of_runs: list[str], device: Device
+    options: LadderOptions, size: Sequence[int], of_runs: Sequence[str], device: Device
 ) -> list[Stage]:
-    """Return the stages on a device; of an ablation, the one of its config. Raises UserError."""
-    if options.ablate:
-        return [make_stage("all", options.configs[0], record, of_runs, device)]
+    """Return the stages of a ladder on a device. `size`: of the model of a quick ladder.
+
+    Raises UserError.
+    """
     if options.quick:
-        return quick_stages(record, of_runs, device)
-    stages = plan(options.configs, record, of_runs, device)
-    ranks = options.nproc_per_node or device.gpus
-    if name_of(options) != "speedup":
-        for stage in stages:
-            stage.ranks = options.nproc_per_node or 1
-    elif ranks > 1:
-        ddp = make_stage("ddp", "ddp", record, of_runs, device)
-        ddp.ranks = ranks
+        return quick_stages(Size(*size) if size else SIZES[0], of_runs, device)
+    if ladder_of(options.configs)[0] != SPEEDUP:
+        return plan(options.configs, of_runs, device, options.nproc_per_node or 1)
+    stages, ranks = plan(options.configs, of_runs, device), options.nproc_per_node or device.gpus
+    if ranks > 1:
+        ddp = make_stage("ddp", "ddp", of_runs, device, ranks)
         corpus = Path(ddp.config.data_dir, ddp.config.dataset)
         if options.nproc_per_node or any(corpus.glob("*.bin")):
             stages.append(ddp)
     return stages
 
 
-def climb(options: LadderOptions, of_runs: list[str]) -> None:
-    """Run the stages, interleave each with its base, and report. Raises SystemExit if one fails."""
-    name, device = name_of(options), Device()
-    record = Record.load(Path(options.log_dir, name))
-    if options.report_only:  # the record has the stages that were climbed
-        if of_runs:
-            raise UserError("--report_only: leave the options after -- out; the record has them")
-        stages, record.seeds = planned_before(record), options.seeds or record.seeds
-        named = {Path(config).stem for config in ladder_of(options.configs)[1]}
-        if name == "ladder" and named.isdisjoint(record.stages):
-            raise UserError(
-                f"{record.folder}: has the ladder of {', '.join(record.stages)}; name these "
-                "configs, or leave --report_only out"
-            )
-    else:
-        device = measure_device(planned(options, Record(), of_runs, device)[0].config.device)
-        stages = planned(options, record, of_runs, device)
-        compares_losses = stages[0].config.eval_every and not options.ablate
-        record.seeds = options.seeds or (3 if compares_losses else 0)
-        record.stages = {stage.name: stage.planned for stage in stages}
-    rungs = dict[str, list[Stage]]()
+def with_chosen(options: LadderOptions, stages: Sequence[Stage]) -> list[Stage]:
+    """Return the stages of --stages and the first one, each with its base. Raises UserError."""
+    names = chosen([stage.name for stage in stages], options.stages)
+    return with_bases([s for s in stages if s.name in (stages[0].name, *names)])
+
+
+Pairs = dict[str, list[Stage]]  # stages to interleave with their bases, by optimization
+
+
+def planned_ablation(
+    options: LadderOptions, whole: Stage, seeds: int
+) -> tuple[dict[Stage, list[Stage]], Pairs]:
+    """Return the stages to train with each seed, and the stages to interleave with their bases.
+
+    With seeds: all, and all but each optimization. Speeds are compared without runs.
+    Raises UserError.
+    """
+    without = ablated_losses(whole) if seeds else {}
+    pairs = {} if seeds else ablated_speeds(whole)
+    if not (without or pairs):
+        raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
+    names = chosen([*without, *pairs], options.stages)
+    if not seeds:
+        return {}, {name: pairs[name] for name in names}
+    trained = with_seeds([whole, *(without[name] for name in names)], seeds)
+    for name in names:
+        base = trained[without[name]][0]
+        pairs[name] = [replace(trained[whole][0], comparison=f"{name}_last", base=base)]
+    return trained, pairs
+
+
+# ---- what the command does
+
+
+def climb(options: LadderOptions, of_runs: list[str], measure: Measure) -> Record:
+    """Run the stages of a ladder, interleave each with its base, and report. Raises UserError."""
+    record = Record.load(folder_of(options))
+    first = planned(options, record.size, of_runs, Device())[0]
+    device = measure(first.config.device)
+    if options.quick:
+        record.size = record.size or size_for(device)
+    stages = with_chosen(options, planned(options, record.size, of_runs, device))
+    record.seeds = options.seeds or (3 if stages[0].config.eval_every else 0)
+    record.stages = {stage.name: stage.planned for stage in stages}
+    trained = with_seeds(stages, record.seeds)
+    train_and_compare(options, record, trained, [seeds[0] for seeds in trained.values()], device)
+    report(record, trained)
+    return record
+
+
+def ablate(options: LadderOptions, of_runs: list[str], measure: Measure) -> Record:
+    """Interleave a config with and without each optimization, with seeds train both, and report.
+
+    Raises UserError.
+    """
+    record, config = Record.load(folder_of(options)), options.configs[0]
+    device = measure(make_stage("all", config, of_runs, Device()).config.device)
+    whole = make_stage("all", config, of_runs, device)
+    record.seeds, record.stages = options.seeds or 0, {"all": whole.planned}
+    trained, pairs = planned_ablation(options, whole, record.seeds)
+    train_and_compare(options, record, trained, [*chain(*pairs.values())], device)
+    report_pairs(record, trained, pairs)
+    return record
+
+
+def rebuild(options: LadderOptions, of_runs: list[str]) -> Record:
+    """Report the stages of the last climb from its record. Raises UserError."""
+    if of_runs:
+        raise UserError("--report_only: leave the options after -- out; the record has them")
+    record = Record.load(folder_of(options))
+    stages, record.seeds = planned_before(record), options.seeds or record.seeds
     if options.ablate:
-        rungs = ablated(stages[0])
-        if not rungs:
-            raise UserError(f"{options.configs[0]}: has no optimization on, so nothing to ablate")
-        rungs = {name: rungs[name] for name in chosen([*rungs], options.stages)}
-        compared = [*chain(*rungs.values())]
-        # all, and all but each; speeds are compared without runs
-        stages = [stages[0], *(rung.base for rung in compared if rung.base)] if record.seeds else []
-    else:
-        names = chosen([stage.name for stage in stages], options.stages)
-        stages = with_bases([s for s in stages if s.name in (stages[0].name, *names)])
-        record.stages = {stage.name: stage.planned for stage in stages}
-        compared = stages
+        report_pairs(record, *planned_ablation(options, stages[0], record.seeds))
+        return record
+    name, configs = ladder_of(options.configs)
+    if name == "ladder" and {Path(config).stem for config in configs}.isdisjoint(record.stages):
+        raise UserError(
+            f"{record.folder}: has the ladder of {', '.join(record.stages)}; name these configs, "
+            "or leave --report_only out"
+        )
+    report(record, with_seeds(with_chosen(options, stages), record.seeds))
+    return record
+
+
+def report(record: Record, trained: Mapping[Stage, Sequence[Stage]]) -> None:
+    """Report the losses of a ladder, or without seeds the speeds."""
     if record.seeds:
-        for stage in stages:
-            if not stage.config.eval_every:
-                raise UserError(f"{stage.name}: sets no eval_every, so it has no validation loss")
-            if stage.config.max_minutes:
-                raise UserError(
-                    f"{stage.name}: max_minutes {stage.config.max_minutes:g}: losses are compared "
-                    "step by step; set max_steps instead"
-                )
-            if stage.length != stages[0].length:
-                raise UserError(
-                    f"{stage.name} trains for {stage.length}, {stages[0].name} for "
-                    f"{stages[0].length}: losses are compared step by step"
-                )
-    compared = [stage.runs[0] for stage in compared]
-    if not options.report_only:
-        run(options, stages, compared, device)
-    if options.ablate and record.seeds:
-        report_learned_ablation(name, rungs, stages)
-    elif options.ablate:
-        report_ablation(name, rungs)
+        report_learning(record.folder.name, record, trained)
     else:
-        (report_learning if record.seeds else report)(name, stages)
-    if record.failures:
-        raise SystemExit(1)
+        report_speeds(record.folder.name, record, [*trained])
 
 
-def run(
-    options: LadderOptions, stages: Sequence[Stage], compared: Sequence[Stage], device: Device
+def report_pairs(record: Record, trained: Mapping[Stage, Sequence[Stage]], pairs: Pairs) -> None:
+    """Report an ablation of losses, or without seeds of speeds."""
+    if record.seeds:
+        last = {name: stages[0] for name, stages in pairs.items()}
+        report_learning(record.folder.name, record, trained, last)
+    else:
+        report_ablation(record.folder.name, record, pairs)
+
+
+def train_and_compare(
+    options: LadderOptions,
+    record: Record,
+    trained: Mapping[Stage, Sequence[Stage]],
+    compared: Sequence[Stage],
+    device: Device,
 ) -> None:
-    """Run stages, and interleave the `compared` ones with their bases."""
-    record, rounds = compared[0].record, options.rounds
+    """Train all seeds of stages, and interleave the `compared` ones with their bases."""
+    rounds = options.rounds
     if options.quick and "rounds" not in options.model_fields_set:
         rounds = QUICK_ROUNDS
     # one seed of all stages before the next, so that they can be compared at any time
-    runs = [*chain(*zip(*(stage.runs for stage in stages), strict=True))]
+    stages = [*chain(*zip(*trained.values(), strict=True))]
     with sole_writer(record.folder):
-        now = Record.load(record.folder)  # a climb that has just ended may have saved more
-        record.runs, record.comparisons, record.predicted = now.runs, now.comparisons, now.predicted
-        record.changes = now.changes
-        to_run = [run for run in runs if options.rerun or is_to_be_run(run, device)]
-        to_compare = [s for s in compared if rounds and is_to_be_compared(s, options.rerun, device)]
-        if to_run or to_compare:
-            record.keep_changes()
+        record.read_again()  # a climb that has just ended may have saved more
+        to_train = [s for s in stages if options.rerun or is_to_be_run(record, s, device)]
+        to_compare = [
+            stage
+            for stage in compared
+            if rounds and is_to_be_compared(record, stage, device, options.rerun)
+        ]
+        if to_train or to_compare:
+            record.keep_changes(git_commit(), git_diff())
         record.save()
-        if to_run or to_compare:
-            announce(to_run, to_compare, rounds, device)
+        if to_train or to_compare:
+            announce(to_train, to_compare, rounds, device)
         if not options.ablate:
-            predict_stages(compared, device)
-        run_stages(record, to_run, device)
-        ran = [s for s in to_compare if s.finished and s.base and s.base.finished]
-        interleave_stages(ran if stages else to_compare, rounds, device)
+            predict_stages(record, compared, device)
+        run_stages(record, to_train, device)
+        if stages:  # only those that have finished
+            done = record.runs.keys()
+            to_compare = [s for s in to_compare if s.base and {s.name, s.base.name} <= done]
+        interleave_stages(record, to_compare, rounds, device)
 
 
-def main(options: LadderOptions, of_runs: list[str]) -> None:
-    """Climb, ablate or report. Raises UserError."""
+def main(options: LadderOptions, of_runs: list[str], measure: Measure = measure_device) -> None:
+    """Climb, ablate or report. Raises UserError, and SystemExit if a stage fails.
+
+    `measure` measures a device.
+    """
     check(options)
     if options.across:
         across(options.configs, Path(options.log_dir, "across"))
     elif options.plot:
         plot_runs(options.configs)
+    elif options.report_only:
+        rebuild(options, of_runs)
     else:
-        climb(options, of_runs)
+        record = (ablate if options.ablate else climb)(options, of_runs, measure)
+        if record.failures:
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

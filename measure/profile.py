@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import Config, ModelConfig, SpeedConfig
 from measure.interleaved.side import without_end
-from measure.report.report import Row
 from measure.report.tables import markdown_table
 from model import GPT, Block
 from run.summary import mfu
@@ -80,7 +80,7 @@ def prepare(run: Run, computation: str) -> Callable[[], object]:
 
 def time_passes(
     config: Config, computation: str, warmup_steps: Sequence[int], steps: int
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Time passes of a model; returns a row for each number of warm-up passes.
 
     All rows come from the same passes: with w passes of warm-up, the first w are left out and the
@@ -110,7 +110,7 @@ def time_passes(
     ]
 
 
-def figures(seconds: list[float], tokens: int, tflop: float, rate: float | None) -> Row:
+def figures(seconds: list[float], tokens: int, tflop: float, rate: float | None) -> dict[str, Any]:
     """Return the figures of passes. `tokens`, `tflop`: of each pass; `rate`: a large matmul's."""
     mean = statistics.fmean(seconds)
     # a matmul slower than some pass was timed in a busy moment

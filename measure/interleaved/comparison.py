@@ -12,8 +12,8 @@ from runtime.report import Estimate
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 
 
-class Result(BaseModel):
-    """The hardware and the code of a result."""
+class Origin(BaseModel):
+    """The hardware and the code that a result comes from."""
 
     machine: str = "unknown machine"  # runs before 2026-11-22 do not store it
     device: str | None = None  # of a comparison, the first side's
@@ -57,7 +57,7 @@ class MeasuredSide(BaseModel):
         return max(rank.peak_memory_mb for turn in self.turns for rank in [turn, *turn.ranks])
 
 
-class Comparison(Result, extra="allow"):
+class Comparison(Origin, extra="allow"):
     """The result of interleaving several sides. Files of earlier versions lack some fields, and
     keep others.
     """
@@ -66,7 +66,7 @@ class Comparison(Result, extra="allow"):
     left_out: int  # the first turns of a process, which compile and warm up
     rounds_of_a_process: int | None = None  # then the sides start anew; None: they never do
     sides: list[MeasuredSide]
-    settings: list[dict[str, Any]] = []  # a ladder's rung adds the options of both sides
+    settings: list[dict[str, Any]] = []  # a ladder adds the options of both sides
 
     @property
     def rounds(self) -> int:

@@ -1,11 +1,11 @@
 """Measure a device, and predict, run and interleave the stages of a ladder on it."""
 
 import contextlib
-import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from config import MFU, Config
 from measure.interleaved.comparison import Comparison
@@ -13,6 +13,7 @@ from measure.interleaved.process import in_fresh_process, start_process
 from measure.interleaved.rounds import (
     LEFT_OUT,
     ROUNDS_OF_A_PROCESS,
+    Side,
     SideError,
     run_rounds,
     seconds_shown,
@@ -20,6 +21,7 @@ from measure.interleaved.rounds import (
     training_side,
 )
 from measure.ladder.record import Device, Predictions, Record, Run, Summary, settings
+from measure.ladder.results import look_up
 from measure.ladder.stages import Stage
 from runtime.errors import why_it_failed
 from runtime.report import describe_duration, machine
@@ -33,6 +35,7 @@ COLD_COMPILE = 120.0  # if the compile cache is empty
 SEARCH = 320.0
 CORES_OF_A_RUN = 8  # more of them speed up a small model's run little
 HEADROOM = 1.25  # memory of a process over its measured peak
+Waiting = contextlib.AbstractContextManager[None]
 SHORTER = "fewer --rounds (0: none), or fewer steps: -- --max_steps N; finished runs are kept"
 
 
@@ -45,11 +48,13 @@ def measure_device(name: str) -> Device:
     return found or Device()
 
 
-def announce(runs: Sequence[Stage], compared: Sequence[Stage], rounds: int, device: Device) -> None:
-    """Print how long it takes to run stages, and to interleave stages with their bases."""
+def announce(
+    trained: Sequence[Stage], compared: Sequence[Stage], rounds: int, device: Device
+) -> None:
+    """Print how long it takes to train stages, and to interleave stages with their bases."""
     seconds = None
     if device.tflops:
-        of_runs = [run.config for run in runs]
+        of_runs = [stage.config for stage in trained]
         of_sides = 2 * [stage.config for stage in compared]
         processes = math.ceil(rounds / ROUNDS_OF_A_PROCESS)
         # the two sides of a comparison start beside each other
@@ -76,13 +81,13 @@ def searches_for_kernels(config: Config, device: Device) -> bool:
     return bool(device.gpus and config.compile and "max-autotune" in mode)
 
 
-def predict_stages(stages: Sequence[Stage], device: Device) -> None:
+def predict_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
     """Predict the stages of one rank, keep the predictions in the record, print each factor.
 
     A ladder that is resumed on the same device keeps the rates with which it began, before anything
     was timed.
     """
-    record, alone = stages[0].record, [stage for stage in stages if stage.ranks == 1]
+    alone = [stage for stage in stages if stage.ranks == 1]
     where, kept = f"{machine()}; {device.name}", record.predicted
     if kept.where != where:
         record.predicted = Predictions()
@@ -102,7 +107,7 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
         prediction.settings = settings(stage.config)
         predicted[stage.name] = prediction
         if stage.base in alone:
-            factor = prediction.tokens_per_sec / predicted[stage.base.name].tokens_per_sec
+            factor = prediction.over(predicted[stage.base.name])
             print(f"predicted: {stage.name} {factor:.2f} times as fast as {stage.base.name}")
     record.save()
 
@@ -110,22 +115,55 @@ def predict_stages(stages: Sequence[Stage], device: Device) -> None:
 # ---- runs
 
 
+def run_commands(commands: Sequence[list[str]], waiting: Waiting) -> list[str | None]:
+    """Run commands at once, which print to our stdout; return the error line of each, or None.
+
+    `waiting` is entered once all have started.
+    """
+    shares = shares_of_machine(len(commands))
+    started = [start_process(*each) for each in zip(commands, shares, strict=True)]
+    with waiting:
+        return [
+            why_it_failed(process.returncode, errors) if process.wait() else None
+            for process, errors in started
+        ]
+
+
+def shares_of_machine(processes: int) -> list[dict[str, str]]:
+    """Return the environments of processes at once: a GPU each, of those that the user has chosen,
+    and a share of the cores. One alone has all.
+    """
+    if processes == 1:
+        return [{}]
+    threads, all_gpus = max(1, cores() // processes), ",".join(map(str, range(processes)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
+    return [
+        {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]}
+        for i in range(processes)
+    ]
+
+
 def is_from_here(found: Summary | Comparison, device: Device) -> bool:
     """True if this machine and device made a result; the device counts only if it is known."""
     return found.machine == machine() and device.name in (None, found.device)
 
 
-def is_to_be_run(stage: Stage, device: Device) -> bool:
+def is_to_be_run(record: Record, stage: Stage, device: Device) -> bool:
     """True unless this machine and device have finished a stage; if losses are compared, any."""
-    run = stage.finished
-    return run is None or not (stage.record.seeds or is_from_here(run.summary, device))
+    run = look_up(record, stage).run
+    return run is None or not (record.seeds or is_from_here(run.summary, device))
 
 
-def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
+def run_stages(
+    record: Record,
+    stages: Sequence[Stage],
+    device: Device,
+    run: Callable[[Sequence[list[str]], Waiting], list[str | None]] = run_commands,
+) -> None:
     """Run stages, and keep the finished runs, and the failures, in the record.
 
     With seeds only losses are compared, so several runs of one rank train at once: at most one per
-    seed, and one per GPU, or per CORES_OF_A_RUN cores.
+    seed, and one per GPU, or per CORES_OF_A_RUN cores. `run` runs commands at once.
     """
     at_once = min(record.seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
     if any(stage.ranks > 1 for stage in stages):
@@ -134,24 +172,25 @@ def run_stages(record: Record, stages: Sequence[Stage], device: Device) -> None:
         together = stages[i : i + at_once]
         names = ", ".join(stage.name for stage in together)
         print(f"== {i + len(together)} of {len(stages)}: {names}", flush=True)
-        errors = run_commands(
-            [stage.command for stage in together], until_first_step(together, device)
-        )
+        waiting = until_first_step(record.folder, together, device)
+        errors = run([stage.command(record.folder) for stage in together], waiting)
         for stage, error in zip(together, errors, strict=True):
-            name = stage.name
-            run = None if error else Run.read(record.folder / name, settings(stage.config))
-            if run and not run.summary.interrupted:
-                record.runs[name] = run
-            else:
-                record.runs.pop(name, None)
-                again = "stopped before its last step; the same command runs it again"
-                record.fail(name, error or again)
-            record.save()
+            keep_run(record, stage, error)
 
 
-def until_first_step(
-    stages: Sequence[Stage], device: Device
-) -> contextlib.AbstractContextManager[None]:
+def keep_run(record: Record, stage: Stage, error: str | None) -> None:
+    """Keep the run of a stage, or its failure, in the record."""
+    found = None if error else Run.read(record.folder / stage.name, settings(stage.config))
+    if found and not found.summary.interrupted:
+        record.runs[stage.name] = found
+    else:
+        record.runs.pop(stage.name, None)
+        again = "stopped before its last step; the same command runs it again"
+        record.fail(stage.name, error or again)
+    record.save()
+
+
+def until_first_step(folder: Path, stages: Sequence[Stage], device: Device) -> Waiting:
     """Show the seconds so far of a run that has not logged a step yet, see `seconds_shown`.
 
     Nothing is shown of several runs at once, or of one that shows how far its evaluation is.
@@ -159,7 +198,7 @@ def until_first_step(
     stage, begun = stages[0], time.time()
     if len(stages) > 1 or stage.config.eval_every:
         return contextlib.nullcontext()
-    log = stage.record.folder / stage.name / "log.csv"
+    log = folder / stage.name / "log.csv"
     usual = f"{START + COMPILE * stage.config.compile:.0f} s"
     if stage.config.compile:
         longest = SEARCH if searches_for_kernels(stage.config, device) else COLD_COMPILE
@@ -172,69 +211,56 @@ def until_first_step(
     return seconds_shown(f"{stage.name} starts", usual, has_logged)
 
 
-def run_commands(
-    commands: Sequence[Sequence[str]],
-    waiting: contextlib.AbstractContextManager[None] | None = None,
-) -> list[str | None]:
-    """Run commands at once, which print to our stdout; return the error line of each, or None.
-
-    Several have a GPU each, and share the cores. `waiting`: entered once all have started.
-    """
-    several, all_gpus = len(commands), ",".join(map(str, range(len(commands))))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
-    started = []
-    for command, gpu in zip(commands, itertools.cycle(gpus), strict=False):
-        share = {"OMP_NUM_THREADS": str(max(1, cores() // several)), "CUDA_VISIBLE_DEVICES": gpu}
-        started.append(start_process(command, share if several > 1 else {}))
-    with waiting or contextlib.nullcontext():
-        return [
-            why_it_failed(process.returncode, errors) if process.wait() else None
-            for process, errors in started
-        ]
-
-
 # ---- interleaved runs
 
 
-def is_to_be_compared(stage: Stage, rerun: bool, device: Device) -> bool:
+def is_to_be_compared(record: Record, stage: Stage, device: Device, rerun: bool) -> bool:
     """True if a stage and its base run on one rank each and differ, unless this machine and device
     have interleaved them before.
     """
-    if not stage.is_interleaved:
+    if stage.base is None or not stage.is_interleaved:
         return False
-    known = None if rerun else stage.comparison
+    known = None if rerun else look_up(record, stage).comparison
     is_known = known and is_from_here(known, device)
-    base, own = map(settings, stage.sides)
-    return not is_known and base != own
+    return not is_known and settings(stage.base.config) != settings(stage.config)
 
 
-def interleave_stages(stages: Sequence[Stage], rounds: int, device: Device) -> None:
+def interleave_stages(record: Record, stages: Sequence[Stage], rounds: int, device: Device) -> None:
     """Interleave stages with their bases, and keep the comparisons, and failures, in the record."""
     for i, stage in enumerate(stages, start=1):
-        record, name, base = stage.record, stage.key, stage.base
-        assert base
-        print(f"== interleaved {i} of {len(stages)}: {name}", flush=True)
-        # If both do not fit in memory, each returns freed memory after its turn: otherwise one
-        # process would keep memory from the other one, and the comparison would be unfair.
-        environment = {} if fit_together(base, stage, device) else {"FREES_CACHE": "1"}
-        sides = [training_side(side.name, side.arguments, environment) for side in (base, stage)]
+        print(f"== interleaved {i} of {len(stages)}: {stage.key}", flush=True)
+        pair = [stage.base or stage, stage]
         try:
-            found = run_rounds(sides, rounds)
+            found = run_rounds(sides_of(record, pair, device), rounds)
         except SideError as error:
-            record.comparisons.pop(name, None)
-            record.fail(name, str(error))
+            record.comparisons.pop(stage.key, None)
+            record.fail(stage.key, str(error))
         else:
-            found.settings = [*map(settings, stage.sides)]
-            record.comparisons[name] = found
+            found.settings = [settings(side.config) for side in pair]
+            record.comparisons[stage.key] = found
         record.save()
 
 
-def fit_together(base: Stage, stage: Stage, device: Device) -> bool:
-    """True if memory has room for both, or the device does not report it.
+def sides_of(record: Record, pair: Sequence[Stage], device: Device) -> list[Side]:
+    """Return the sides of two stages.
+
+    If both do not fit in memory, each returns freed memory after its turn: otherwise one process
+    would keep memory from the other one, and the comparison would be unfair.
+    """
+    environment = {} if fit_together(record, pair, device) else {"FREES_CACHE": "1"}
+    return [training_side(stage.name, stage.arguments, environment) for stage in pair]
+
+
+def fit_together(record: Record, pair: Sequence[Stage], device: Device) -> bool:
+    """True if memory has room for both stages, or the device does not report it.
 
     False if a peak is not known: the stages of an ablation have no runs.
     """
     if device.memory_mb is None:
         return True
-    peaks = [side.finished.summary.peak_memory_mb for side in (base, stage) if side.finished]
-    return len(peaks) == 2 and HEADROOM * sum(peaks) <= device.memory_mb
+    peaks = [
+        record.runs[stage.name].summary.peak_memory_mb
+        for stage in pair
+        if stage.name in record.runs
+    ]
+    return len(peaks) == len(pair) and HEADROOM * sum(peaks) <= device.memory_mb

@@ -1,4 +1,4 @@
-"""Explain a rung by its YAML: title, reasons, changes, and the code that does it."""
+"""Explain a stage by its YAML: title, reasons, changes, and the code that does it."""
 
 import ast
 import itertools
@@ -48,7 +48,7 @@ def card_of(name: str, file: Path, base: Path) -> Card:
     texts = [path.read_text(encoding="utf-8") for path in files]
     yaml = "".join(re.sub(r"(?m)^(#.*|base:.*)?\n", "", text) for text in texts)
     code = [*dict.fromkeys(itertools.chain(*map(code_of, files)))]
-    return Card(name, title, base.stem, why, yaml, code)
+    return Card(title, why, yaml, code)
 
 
 def card_of_stage(stage: Stage) -> Card:

@@ -1,5 +1,5 @@
-"""Compare the losses of a ladder's rungs over several seeds, and the tokens and the time to reach
-the first rung's final loss.
+"""Compare the losses of a ladder's stages over several seeds, and the tokens and the time to reach
+the first stage's final loss.
 
 All compare runs of equal tokens, seed by seed: equal seeds have the same data in the same order.
 """
@@ -7,24 +7,27 @@ All compare runs of equal tokens, seed by seed: equal seeds have the same data i
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, product
 from measure.ladder.explain import all_that_ran, card_of_stage
-from measure.ladder.record import curve
-from measure.ladder.report import report_stages
-from measure.ladder.report import rows_of as speeds_of
+from measure.ladder.record import Record, Summary, curve
+from measure.ladder.report import places, speeds_of
+from measure.ladder.results import Result, look_up, remarks_of, uncommitted
 from measure.ladder.stages import Stage
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import Card, Figure, Row, curve_of
+from measure.report.report import Figure, Report, Row, curve_of, write_report
 from runtime.report import Estimate
+
+Results = Mapping[Stage, Sequence[Result]]  # of each seed of a stage
 
 NOISE = (
     "after +-: the half width of the mean's 95% interval, by Student's t, with the variance over "
     "the seeds pooled over all rows; within noise: the interval contains 0. Equal seeds have the "
-    "same data in the same order; a rung with other seeds than its base (aa) has its own variance"
+    "same data in the same order; a stage with other seeds than its base (aa) has its own variance"
 )
 BRACKETS = (
     "In brackets: a 95% interval, of the speed by the sign test over interleaved rounds, of the "
@@ -55,7 +58,7 @@ def figures_of_shares(over: str, to: str, reached: str, than: str) -> list[Figur
 
 
 FIGURES = [
-    Figure("stage", "rung"),
+    Figure("stage", "stage"),
     Figure(
         "loss",
         "validation loss",
@@ -66,15 +69,15 @@ FIGURES = [
         "lower",
         "lower than base's by",
         ".4f",
-        f"the mean difference from the rung that it changes, seed by seed; {NOISE}",
+        f"the mean difference from the stage that it changes, seed by seed; {NOISE}",
         over="base",
     ),
     Figure("base", "base"),
     *figures_of_shares(
         "first",
         "the first's loss",
-        "a rung reaches the first rung's final loss",
-        "the first rung's",
+        "a stage reaches the first stage's final loss",
+        "the first stage's",
     ),
 ]
 WORTH = [
@@ -95,11 +98,48 @@ WORTH = [
     ),
 ]
 
+# ---- means over the seeds
 
-def losses_of(stage: Stage) -> list[Curve]:
+
+class Learned(NamedTuple):
+    """Validation losses of a stage, one curve per seed, and those that they are compared with."""
+
+    name: str
+    losses: list[Curve]
+    base: list[Curve]  # whose final loss is compared; empty without a base
+    goal: list[Curve]  # whose final loss is to be reached; empty for the first stage
+    is_paired: bool  # with the seeds of the base
+    speed: Estimate | None  # over the stage of `goal`
+
+
+def losses_of(results: Sequence[Result]) -> list[Curve]:
     """Return the validation losses of each seed of a stage; none unless all have finished."""
-    finished = [run.finished for run in stage.runs]
-    return [curve(run.eval, "val_loss") for run in finished if run and all(finished)]
+    runs = [result.run for result in results if result.run]
+    return [curve(run.eval, "val_loss") for run in runs] if len(runs) == len(results) else []
+
+
+def compare(stages: Sequence[Learned]) -> dict[str, dict[str, Any]]:
+    """Return, by name, how much each stage lowers the loss, and its shares of tokens and time."""
+    unpaired = {stage.name for stage in stages if not stage.is_paired}
+    lower = pooled(
+        {stage.name: lower_by(stage.base, stage.losses) for stage in stages if stage.base},
+        unpaired,
+    )
+    logs = {s.name: share_of_tokens(s.losses, s.goal) for s in stages if s.goal}
+    tokens = {
+        name: Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
+        for name, mean in pooled({n: of for n, of in logs.items() if of}, unpaired).items()
+    }
+    found = {}
+    for stage in stages:
+        share = tokens.get(stage.name) if stage.goal else Estimate(1.0)
+        found[stage.name] = {
+            "lower": lower.get(stage.name),
+            "tokens_share": share,
+            "speed": stage.speed,
+            "time_share": product([share, stage.speed.inverse]) if share and stage.speed else None,
+        }
+    return found
 
 
 def last(curves: Sequence[Curve]) -> list[float]:
@@ -118,8 +158,8 @@ def steps_to(losses: Curve, loss: float) -> float | None:
 
 
 def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> list[float] | None:
-    """Return the logarithm of the share of the tokens that a rung needs to reach the first rung's
-    final loss, for each seed. None if a seed never reaches it.
+    """Return the logarithm of the share of the tokens that a stage needs to reach the first
+    stage's final loss, for each seed. None if a seed never reaches it.
     """
     logs = []
     for losses, theirs in zip(ours, first, strict=True):
@@ -131,77 +171,19 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> list[float
 
 
 def lower_by(base: Sequence[Curve], ours: Sequence[Curve]) -> list[float]:
-    """Return the decrease of the final loss from the base to a rung, for each seed."""
+    """Return the decrease of the final loss from the base to a stage, for each seed."""
     return [theirs - loss for theirs, loss in zip(last(base), last(ours), strict=True)]
 
 
 def pooled(values: Mapping[str, Sequence[float]], unpaired: Collection[str]) -> dict[str, Estimate]:
-    """Return the mean over the seeds of each rung's values, with its interval.
+    """Return the mean over the seeds of each stage's values, with its interval.
 
-    `unpaired`: rungs with other seeds than their base. Their differences vary more, so they have a
+    `unpaired`: stages with other seeds than their base. Their differences vary more, so they have a
     variance of their own.
     """
     apart = {name: of_seeds for name, of_seeds in values.items() if name in unpaired}
     together = {name: of_seeds for name, of_seeds in values.items() if name not in unpaired}
     return means_over_seeds(together) | means_over_seeds(apart)
-
-
-def unpaired_among(stages: Iterable[tuple[str, Stage]]) -> set[str]:
-    """Return the names of the stages with another seed than their base."""
-    return {name for name, s in stages if s.base and s.config.seed != s.base.config.seed}
-
-
-def shares_of_tokens(
-    pairs: Mapping[str, tuple[list[Curve], list[Curve]]], unpaired: Collection[str] = ()
-) -> dict[str, Estimate]:
-    """Return the share of tokens of each name's losses, which come with the losses to reach: the
-    geometric mean over the seeds, with its interval. Names with a seed that never gets there are
-    left out.
-    """
-    logs = {name: share_of_tokens(ours, first) for name, (ours, first) in pairs.items()}
-    means = pooled({name: values for name, values in logs.items() if values}, unpaired)
-    return {
-        name: Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
-        for name, mean in means.items()
-    }
-
-
-def rows_of(stages: Sequence[Stage]) -> list[Row]:
-    """Return a row for each finished rung; none if the first one is not finished."""
-    of_speed = speeds_of([stage.runs[0] for stage in stages])
-    speeds = {row["stage"]: row["over_first"] for row in of_speed}
-    curves = {stage.name: losses for stage in stages if (losses := losses_of(stage))}
-    first = curves.get(stages[0].name)
-    if not first:
-        return []
-    done = [stage for stage in stages if stage.name in curves]
-    loss = means_over_seeds({name: last(losses) for name, losses in curves.items()})
-    differences = {
-        stage.name: lower_by(curves[stage.base.name], curves[stage.name])
-        for stage in done
-        if stage.base and stage.base.name in curves
-    }
-    unpaired = unpaired_among((stage.name, stage) for stage in done)
-    lower = pooled(differences, unpaired)
-    to_first = {stage.name: (curves[stage.name], first) for stage in done[1:]}
-    tokens = shares_of_tokens(to_first, unpaired)
-    tokens[stages[0].name] = Estimate(1.0)
-    return [
-        {
-            "stage": stage.name,
-            "base": (stage.base or stage).name,
-            "loss": loss[stage.name],
-            "lower": lower.get(stage.name),
-            **shares(tokens.get(stage.name), speeds[stage.runs[0].name]),
-        }
-        for stage in done
-    ]
-
-
-def shares(tokens: Estimate | None, speed: Estimate | None) -> Row:
-    """Return the share of the tokens to a loss, the speed, and the share of the time from both."""
-    time = product([tokens, speed.inverse]) if tokens and speed else None
-    return {"tokens_share": tokens, "speed": speed, "time_share": time}
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:
@@ -210,70 +192,98 @@ def mean_of(curves: Sequence[Curve]) -> Curve:
     return {step: statistics.fmean(losses[step] for losses in curves) for step in steps}
 
 
-def write_losses(stages: Sequence[Stage], cards: Sequence[Card] = (), **parts: Any) -> None:
-    """Write a report with the mean losses of the finished rungs, as `report_stages` does."""
-    first, runs = stages[0], [*chain(*(stage.runs for stage in stages))]
-    about = f"{first.length}; seeds of each rung: {len(first.runs)}."
-    summaries = [run.finished.summary for run in runs if run.finished]
-    timed = first.record.comparisons.values()  # perhaps on another machine than the runs
-    speeds = [f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed]
-    means = {stage.name: mean_of(curves) for stage in stages if (curves := losses_of(stage))}
-    titles, tokens = {card.name: card.title for card in cards}, first.tokens_per_step
-    report_stages(
-        runs,
-        [*summaries, *timed],
-        ran=all_that_ran([stage for stage in stages if stage.name in means] or stages),
-        about=[about, *dict.fromkeys([*(summary.about for summary in summaries), *speeds])],
-        pictures={"learning.svg": "validation losses"},
-        cards=cards,
-        curves=[
-            curve_of(titles.get(name, name), losses, tokens, {}) for name, losses in means.items()
-        ],
-        learns=True,
-        **parts,
+# ---- reports
+
+
+def rows_of(results: Results) -> list[Row]:
+    """Return a row for each finished stage; none if the first one is not finished."""
+    losses = {stage: found for stage, each in results.items() if (found := losses_of(each))}
+    first = next(iter(results))
+    if first not in losses:
+        return []
+    speeds = speeds_of([each[0] for each in results.values()])
+    means = means_over_seeds({stage.name: last(found) for stage, found in losses.items()})
+    compared = compare(
+        [
+            Learned(
+                stage.name,
+                found,
+                losses.get(stage.base, []) if stage.base else [],
+                [] if stage is first else losses[first],
+                stage.base is None or stage.config.seed == stage.base.config.seed,
+                speeds[results[stage][0].stage.name].over_first,
+            )
+            for stage, found in losses.items()
+        ]
     )
-    draw_panels(first.record.folder / "learning.svg", {"validation": means})
-
-
-def report_learned_ablation(
-    ladder: str, rungs: Mapping[str, Sequence[Stage]], stages: Sequence[Stage]
-) -> None:
-    """Report the loss, the tokens and the time that each optimization saves as the last one.
-
-    `stages`: all sides of the rungs.
-    """
-    pairs = dict[str, tuple[list[Curve], list[Curve]]]()  # losses with all, and with all but it
-    for optimization, (rung,) in rungs.items():
-        assert rung.base
-        ours, without = losses_of(rung), losses_of(rung.base)
-        if ours and without:
-            pairs[optimization] = ours, without
-    unpaired = unpaired_among((name, rung) for name, (rung,) in rungs.items())
-    differences = {name: lower_by(without, ours) for name, (ours, without) in pairs.items()}
-    lower, tokens = pooled(differences, unpaired), shares_of_tokens(pairs, unpaired)
     rows = list[Row]()
-    for optimization in pairs:
-        comparison = rungs[optimization][0].comparison
-        row = {"optimization": optimization, "lower": lower[optimization]}
-        speed = comparison.ratio() if comparison else None
-        rows.append(row | shares(tokens.get(optimization), speed))
-    write_losses(
-        stages,
-        title=f"What each optimization of {ladder.removeprefix('ablate_')} learns",
-        figures=WORTH,
-        rows=rows,
-        meaning=f"All other options, such as learning rates, stay as they are. {BRACKETS}",
-    )
+    for stage in losses:
+        base = (stage.base or stage).name
+        values = {"base": base, "loss": means[stage.name], **compared[stage.name]}
+        rows.append(Row(stage.name, values, card_of_stage(stage)))
+    return rows
 
 
-def report_learning(ladder: str, stages: Sequence[Stage]) -> None:
-    """Report the losses of the finished rungs, with learning.svg, as in `report_stages`."""
-    done = [stage for stage in stages if losses_of(stage)]
-    write_losses(
-        stages,
-        title=f"What the rungs of {ladder} learn",
-        figures=FIGURES,
-        rows=rows_of(stages),
-        cards=[*map(card_of_stage, done)],
-        meaning=BRACKETS,
+def ablated_rows(record: Record, results: Results, pairs: Mapping[str, Stage]) -> list[Row]:
+    """Return a row for each optimization: the loss, the tokens and the time that it saves as the
+    last one. `results`: of all, then of all but each.
+    """
+    (whole, of_whole), *others = results.items()
+    losses, found = losses_of(of_whole), list[Learned]()
+    for (optimization, pair), (stage, each) in zip(pairs.items(), others, strict=True):
+        without, comparison = losses_of(each), look_up(record, pair).comparison
+        if losses and without:
+            is_paired = stage.config.seed == whole.config.seed
+            speed = comparison.ratio() if comparison else None
+            found.append(Learned(optimization, losses, without, without, is_paired, speed))
+    return [Row(name, values) for name, values in compare(found).items()]
+
+
+def report_learning(
+    ladder: str,
+    record: Record,
+    seeds: Mapping[Stage, Sequence[Stage]],
+    pairs: Mapping[str, Stage] | None = None,
+) -> None:
+    """Report the losses of the finished stages, with learning.svg. `seeds`: the trained stages.
+
+    `pairs`: the stages of an ablation that were interleaved. Raises TrainingError if nothing is
+    finished.
+    """
+    results = {stage: [look_up(record, each) for each in own] for stage, own in seeds.items()}
+    title, figures, meaning = f"What the stages of {ladder} learn", FIGURES, BRACKETS
+    if pairs is None:
+        rows = rows_of(results)
+    else:
+        rows, figures = ablated_rows(record, results, pairs), WORTH
+        title = f"What each optimization of {ladder.removeprefix('ablate_')} learns"
+        meaning = f"All other options, such as learning rates, stay as they are. {BRACKETS}"
+    first, all_results = next(iter(results)), [*chain(*results.values())]
+    summaries = [result.run.summary for result in all_results if result.run]
+    timed = record.comparisons.values()  # perhaps on another machine than the runs
+    about = [f"{first.length}; seeds of each stage: {len(results[first])}."]
+    about += dict.fromkeys(summary.about for summary in summaries)
+    about += dict.fromkeys(f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed)
+    means = {s.name: mean_of(found) for s, each in results.items() if (found := losses_of(each))}
+    titles = {row.name: row.title for row in rows}
+    origins: list[Summary | Comparison] = [*summaries, *timed]
+    write_report(
+        Report(
+            record.folder,
+            title,
+            figures,
+            rows,
+            ran=all_that_ran([stage for stage in results if stage.name in means] or [*results]),
+            remarks=remarks_of(record, all_results, rows),
+            about=[*about, *uncommitted(record, origins)],
+            meaning=meaning,
+            pictures={"learning.svg": "validation losses"},
+            where=places(origins),
+            curves=[
+                curve_of(titles.get(name, name), losses, first.tokens_per_step, {})
+                for name, losses in means.items()
+            ],
+            learns=True,
+        )
     )
+    draw_panels(record.folder / "learning.svg", {"validation": means})

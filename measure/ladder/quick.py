@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from config import Config
+from config import Config, load_config
 from measure.interleaved.rounds import to_flags
 from measure.ladder.explain import CHANGE_SPEED
-from measure.ladder.record import Device, Record
+from measure.ladder.record import Device
 from measure.ladder.stages import Stage, can_gain, make_stage
 
 AGAIN = "baseline_again"  # the first stage with another seed: its factor is noise
@@ -52,12 +52,13 @@ MOST_BATCHES = 16
 BATCH_MB, BESIDE_MB = 3_500, 5_000
 
 
-def size_for(configs: Sequence[Config], device: Device) -> Size:
+def size_for(device: Device) -> Size:
     """Return the largest size that fits the device and has short steps, or the smallest."""
     found, sizes = SIZES[0], [*SIZES]
     if device.gpus and device.memory_mb:
         fit = int((device.memory_mb - BESIDE_MB) / BATCH_MB)
         sizes += [ON_GPU._replace(batches=n) for n in range(1, 1 + min(fit, MOST_BATCHES))]
+    configs = [make_stage(name, name, [], device).config for name in CHANGE_SPEED]
     for size in sizes if device.tflops else ():
         small = [config.with_options(**size.changes(config)) for config in configs]
         if statistics.fmean(map(device.step_seconds, small)) < LONGEST_STEP:
@@ -65,17 +66,15 @@ def size_for(configs: Sequence[Config], device: Device) -> Size:
     return found
 
 
-def quick_stages(record: Record, of_runs: Sequence[str], device: Device) -> list[Stage]:
-    """Return the stages with the largest small model for a device, or with the record's own one.
+def quick_stages(size: Size, options: Sequence[str], device: Device) -> list[Stage]:
+    """Return the stages with a small model on a device. `options` come last.
 
-    Options of `of_runs` come last. Raises UserError for wrong ones.
+    Raises UserError for wrong options.
     """
-    full = [make_stage(name, name, record, [], device) for name in CHANGE_SPEED]
-    record.size = record.size or size_for([stage.config for stage in full], device)
-    changes = Size(*record.size).changes
+    changes = [to_flags(size.changes(load_config(name))) for name in CHANGE_SPEED]
     first, *others = [
-        make_stage(s.name, s.name, record, [*to_flags(changes(s.config)), *of_runs], device)
-        for s in full
+        make_stage(name, name, [*flags, *options], device)
+        for name, flags in zip(CHANGE_SPEED, changes, strict=True)
     ]
     again = first.variant(AGAIN, [f"--seed={first.config.seed + 1}"])
     return [first, again, *(stage for stage in others if can_gain(stage, device))]

@@ -1,22 +1,19 @@
 """All results of a ladder in one file, ladder.json: runs, comparisons, predictions."""
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
 
 from config import MFU, Config
-from measure.interleaved.comparison import Comparison, Result
-from measure.interleaved.ratio import FEWEST
+from measure.interleaved.comparison import Comparison, Origin
 from run.log import EVAL_COLUMNS, LOG_COLUMNS, read_rows
 from runtime.cli import load, show
 from runtime.errors import UserError, in_a_line
 from runtime.files import write_json
-from runtime.report import git_commit, git_diff
 
 FILE = "ladder.json"
 DIRTY = "-dirty"  # ends the commit of changed code
@@ -78,7 +75,7 @@ def curve(log: Columns, column: str = "loss") -> dict[int, float]:
     return {int(step or 0): value for step, value in cells if value is not None}
 
 
-class Summary(Result, extra="allow"):
+class Summary(Origin, extra="allow"):
     """The figures of summary.json that a report needs; the other ones are kept."""
 
     median_dt_ms: Positive
@@ -112,19 +109,6 @@ class Run(BaseModel):
     log: Columns
     eval: Columns = {}
 
-    @model_validator(mode="after")
-    def _check_columns(self) -> "Run":
-        """Raise ValueError for a table that lacks a column or has one of another length."""
-        tables = ((self.log, LOG_COLUMNS), (self.eval, EVAL_COLUMNS if self.eval else ()))
-        for table, required in tables:
-            if not table.keys() >= {*required}:
-                raise ValueError(f"a table of a run needs the columns {', '.join(required)}")
-            if len({len(column) for column in table.values()}) > 1:
-                raise ValueError("columns of a run have different lengths")
-            if not all(step is not None and math.isfinite(step) for step in table.get("step", ())):
-                raise ValueError("a table of a run has a row without a step")
-        return self
-
     @classmethod
     def read(cls, folder: Path, config: dict[str, Any]) -> "Run":
         """Read the folder of a run with these settings."""
@@ -155,6 +139,10 @@ class Prediction(BaseModel):
     def seconds(self) -> float:
         """The predicted seconds of the step."""
         return sum(getattr(self, limit) for limit in LIMITS)
+
+    def over(self, base: "Prediction") -> float:
+        """Return the predicted speed over another one."""
+        return self.tokens_per_sec / base.tokens_per_sec
 
     def share(self, limit: str) -> float:
         """Return the predicted share of the step that one of LIMITS takes."""
@@ -206,21 +194,6 @@ class Record(BaseModel):
     folder: Path = Field(default=Path(), exclude=True)
     failures: list[str] = Field(default=[], exclude=True)  # errors of this climb, a line each
 
-    @model_validator(mode="after")
-    def _check_ratios(self) -> "Record":
-        """Raise ValueError for comparisons and predictions from which no ratio can be computed."""
-        if any(prediction.seconds <= 0 for prediction in self.predicted.stages.values()):
-            raise ValueError("a prediction of 0 seconds")
-        for name, found in self.comparisons.items():
-            rates = [side.tokens_per_sec for side in found.sides]
-            if len(rates) < 2 or len({*map(len, rates)}) > 1 or len(rates[0]) < FEWEST:
-                raise ValueError(f"comparison {name}: needs two sides with {FEWEST} equal rounds")
-            if any(rate <= 0 for side in rates for rate in side):
-                raise ValueError(f"comparison {name}: has a speed of 0 or less")
-            if not all(side.turns for side in found.sides):
-                raise ValueError(f"comparison {name}: has a side without turns")
-        return self
-
     def fail(self, name: str, error: str) -> None:
         """Print and keep the error of a stage; the other stages still run."""
         self.failures.append(f"failed: {name}: {error}")
@@ -239,13 +212,18 @@ class Record(BaseModel):
         record.folder = folder
         return record
 
-    def keep_changes(self) -> None:
-        """Keep the uncommitted changes to this code: results name only the commit."""
-        commit = git_commit()
+    def keep_changes(self, commit: str | None, diff: str) -> None:
+        """Keep the uncommitted changes to a commit: results name only the commit."""
         if commit and commit.endswith(DIRTY):
-            changes, known = Changes.of(git_diff()), self.changes.setdefault(commit, [])
+            changes, known = Changes.of(diff), self.changes.setdefault(commit, [])
             if changes not in known:
                 known.append(changes)
+
+    def read_again(self) -> None:
+        """Take the results that another climb of this ladder may have saved since."""
+        now = Record.load(self.folder)
+        self.runs, self.comparisons, self.predicted = now.runs, now.comparisons, now.predicted
+        self.changes = now.changes
 
     def save(self) -> None:
         """Write ladder.json."""

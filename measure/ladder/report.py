@@ -1,48 +1,30 @@
 """Report a ladder, an ablation, and ladders of several machines."""
 
 import csv
-import math
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import load_config
-from measure.interleaved.comparison import Comparison, Result
+from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.ladder.explain import all_that_ran, card_of, card_of_stage, is_124m
+from measure.ladder.published import REFERENCE, factor, published, published_factor
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import (
-    DIRTY,
-    FILE,
-    LIMITS,
-    Record,
-    Run,
-    Summary,
-    curve,
-    differences,
-    read_columns,
-)
-from measure.ladder.stages import (
-    REFERENCE,
-    Stage,
-    factor,
-    in_place_of_added_bf16,
-    in_place_of_bf16,
-    published,
-    published_factor,
-    series,
-    series_folder,
-)
+from measure.ladder.record import LIMITS, Record, Run, Summary, curve, read_columns
+from measure.ladder.results import Result, look_up, remarks_of, shortened, uncommitted
+from measure.ladder.stages import Stage, series, series_folder
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import PEAK_MEMORY, Card, Figure, Row, curve_of, write_report
+from measure.report.report import PEAK_MEMORY, Figure, Report, Row, curve_of, write_report
 from measure.report.steps import StepTime, draw_steps
 from run.log import EVAL_COLUMNS
 from runtime.errors import UserError, in_a_line
 from runtime.report import Estimate
 
+Done = Sequence[tuple[Stage, Run]]  # the finished stages
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 # figures of a run's summary in its row; final_loss is missing if the last step was skipped
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
@@ -121,165 +103,104 @@ FIGURES = [
 ]
 
 
-def report_stages(
-    stages: Sequence[Stage],
-    results: Iterable[Summary | Comparison],
-    notes: Iterable[str] = (),
-    about: Iterable[str] = (),
-    **parts: Any,
-) -> None:
-    """Write a report with these parts. Raises TrainingError if nothing is finished.
-
-    It names each machine of the results once, with its days.
-    """
-    record, days = stages[0].record, dict[str, set[str]]()
-    results = [*results]
-    for found in results:
-        days.setdefault(found.place, set()).update(filter(None, [found.date]))
-    remarks = [*record.failures, *left_out(stages), *notes]
-    if not (parts["rows"] or remarks):
-        remarks += lacking(stages)
-    write_report(
-        folder=record.folder,
-        remarks=remarks,
-        where="; ".join(", ".join([place, *sorted(days[place])]) for place in days),
-        about=[*about, *uncommitted(record, results)],
-        **parts,
-    )
-
-
-def uncommitted(record: Record, results: Iterable[Result]) -> Iterator[str]:
-    """Yield a line for each commit that was changed when it made results: its changed files."""
-    for commit in dict.fromkeys(found.git for found in results):
-        if commit and commit.endswith(DIRTY):
-            known = record.changes.get(commit, [])
-            files = shortened([*dict.fromkeys(chain(*(changes.files for changes in known)))])
-            yield f"{commit}: " + (
-                f"with changes to {files}; the diff is in {FILE}"
-                if known
-                else "its changes to the commit were not kept"
-            )
-
-
-def left_out(stages: Iterable[Stage]) -> Iterator[str]:
-    """Yield a line for each run and comparison that has other settings."""
-    for stage in stages:
-        run = stage.record.runs.get(stage.name)
-        found = stage.record.comparisons.get(stage.key) if stage.base else None
-        if run and (differing := differences([run.config], [stage.config])):
-            yield f"note: {stage.name} is left out: {differing}"
-        elif run and run.summary.world_size != stage.ranks:
-            there = run.summary.world_size
-            yield f"note: {stage.name} is left out: ranks {there} there, {stage.ranks} here"
-        elif found and (differing := differences(found.settings, stage.sides)):
-            yield f"note: the interleaved rounds of {stage.key} are left out: {differing}"
-
-
-def without_published(stages: Sequence[Stage], options: str) -> Iterator[str]:
-    """Yield a line on the stages that `options` made incomparable with the published ones."""
-    kept = ("log", "ms_per_step", "tokens_per_sec")
-    names = [
-        stage.name
-        for stage in stages
-        if stage.finished
-        and any(getattr(published(stage.file), n) != getattr(stage.published, n) for n in kept)
-    ]
-    if names:
-        yield (
-            f"note: the published losses and times of {shortened(names)} are left out: those runs "
-            f"were made without {options or 'the options given'}"
-        )
-
-
-def lacking(stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield a line on finished work in a record that makes no row."""
-    record = stages[0].record
-    if has := [*record.runs, *(f"rounds of {name}" for name in record.comparisons)]:
-        lacks = [stage.key for stage in stages if not (stage.finished or stage.comparison)]
-        yield f"note: {FILE} has {shortened(has)}, but lacks {shortened(lacks)}"
-
-
-def shortened(names: Sequence[str], most: int = 6) -> str:
-    """Return names in a line, at most `most` of them."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def places(origins: Sequence[Summary | Comparison]) -> str:
+    """Return each machine of some results once, with its days."""
+    days = dict[str, set[str]]()
+    for origin in origins:
+        days.setdefault(origin.place, set()).update(filter(None, [origin.date]))
+    return "; ".join(", ".join([place, *sorted(days[place])]) for place in days)
 
 
 # ---- a ladder
 
 
-def rows_of(stages: Sequence[Stage]) -> list[Row]:
+class Speed(NamedTuple):
+    """The speed of a stage over its base and over the first stage; None if it is not known."""
+
+    over_base: Estimate | None
+    over_first: Estimate | None
+
+
+def speeds_of(results: Sequence[Result]) -> dict[str, Speed]:
+    """Return the speeds of each finished stage by its name: interleaved, else from single runs."""
+    runs = {result.stage.name: result.run for result in results if result.run}
+    first, speeds = next(iter(runs), ""), dict[str, Speed]()
+    for result in results:
+        name, base = result.stage.name, (result.stage.base or result.stage).name
+        if name not in runs:
+            continue
+        over_base, over_first = ratio(runs[name], runs.get(base)), ratio(runs[name], runs[first])
+        if result.comparison:
+            over_base = result.comparison.ratio()
+            # a product, if interleaved factors lead all the way from the first stage
+            to_base = speeds[base].over_first if base in speeds else None
+            if to_base and (base == first or to_base.low):
+                over_first = product([to_base, over_base])
+        speeds[name] = Speed(over_base, over_first)
+    return speeds
+
+
+def ratio(ours: Run, theirs: Run | None) -> Estimate | None:
+    """Return the ratio of the speeds of two runs; None if they are from two machines."""
+    if theirs is None or ours.summary.place != theirs.summary.place:
+        return None
+    return Estimate(ours.summary.median_tokens_per_sec / theirs.summary.median_tokens_per_sec)
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
     """Return a row for each finished stage. Losses in nats per token, memory in MiB."""
-    rows, places = dict[str, Row](), dict[str, str]()
-    for stage in stages:
-        base = stage.base or stage
-        run, result = stage.finished, stage.comparison
+    rows, speeds = list[Row](), speeds_of(results)
+    predictions = {result.stage.name: result.prediction for result in results}
+    for result in results:
+        stage, run, ours = result.stage, result.run, result.prediction
         if run is None:
             continue
-        summary = run.summary
-        rate = summary.median_tokens_per_sec
-        ours, theirs = stage.prediction, base.prediction
-        row = rows[stage.name] = {
-            "stage": stage.name,
+        base, summary, speed = stage.base or stage, run.summary, speeds[stage.name]
+        theirs = predictions[base.name]
+        # published at one batch: no factor for a stage with another batch than its base
+        is_one_batch = stage.tokens_per_step == base.tokens_per_step
+        a100 = factor(stage.listed, base.listed, "a100_tokens_per_sec") if is_one_batch else None
+        values = {
             "ms_per_step": summary.median_dt_ms,
-            "tokens_per_sec": rate,
+            "tokens_per_sec": summary.median_tokens_per_sec,
             "tokens_per_step": stage.tokens_per_step,
             "base": base.name,
-        }
-        first, before = next(iter(rows.values())), rows.get(base.name)  # perhaps this row
-        place = places[stage.name] = summary.place
-        # runs on two machines have no ratio
-        over_base = over_first = None
-        if before and places[base.name] == place:
-            over_base = Estimate(rate / before["tokens_per_sec"])
-        if places[first["stage"]] == place:
-            over_first = Estimate(rate / first["tokens_per_sec"])
-        if result:
-            over_base = result.ratio()
-            # a product, if interleaved factors lead all the way from the first stage
-            to_base = before and before["over_first"]
-            if to_base and (before is first or to_base.low):
-                over_first = product([to_base, over_base])
-        row |= {
-            # interleaved, else of the tokens/s; None if the base has not run
-            "over_base": over_base,
-            "rounds": result.rounds if result else 0,
+            "over_base": speed.over_base,
+            "rounds": result.comparison.rounds if result.comparison else 0,
             "published_over_base": published_factor(stage.published, base.published),
-            # published at one batch: no factor for a stage with another batch than its base
-            "a100_over_base": factor(
-                published(stage.file), published(base.file), "a100_tokens_per_sec"
-            )
-            if stage.tokens_per_step == base.tokens_per_step
-            else None,
-            "predicted_over_base": ours.tokens_per_sec / theirs.tokens_per_sec
-            if ours and theirs
-            else None,
-            **{f"predicted_{limit}": ours and ours.share(limit) for limit in LIMITS},
-            "over_first": over_first,
+            "a100_over_base": a100,
+            "predicted_over_base": ours.over(theirs) if ours and theirs else None,
+            **{f"predicted_{limit}": ours.share(limit) if ours else None for limit in LIMITS},
+            "over_first": speed.over_first,
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
-            "loss_difference": published_difference(stage, run),  # from the published curve
-            "in_place_of_added_bf16": in_place_of_added_bf16(stage),
+            "loss_difference": mean_difference(curve(run.log), published_curve(stage)),
+            "in_place_of_added_bf16": stage.instead_of_added_bf16,
         }
-    return list(rows.values())
+        card = card_of_stage(stage)
+        if precision := stage.instead_of_added_bf16:
+            card = card._replace(title=f"{card.title}, in {precision} here")
+        rows.append(Row(stage.name, values, card))
+    return rows
 
 
-def total_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
+def total_of(rows: Sequence[Row]) -> str:
     """Return a sentence on the last stage's speed over the first's; empty with one stage."""
-    if len(rows) < 2 or rows[-1]["over_first"] is None:
+    if len(rows) < 2 or rows[-1].values["over_first"] is None:
         return ""
     first, last = rows[0], rows[-1]
-    total, tokens = last["over_first"], [row["tokens_per_step"] for row in (first, last)]
+    total = last.values["over_first"]
+    tokens = [row.values["tokens_per_step"] for row in (first, last)]
     how = "the ratio of two single runs"
     if total.low is not None:
-        is_one = last["base"] == first["stage"]
+        is_one = last.base == first.name
         how = "interleaved" if is_one else "the product of the interleaved factors"
     if tokens[0] != tokens[1]:
         how += f", at {tokens[0]:,} and {tokens[1]:,} tokens a step"
-    verdict = total.verdict and f", {total.verdict}"
+    verdict = f", {total.verdict}" if total.verdict else ""
     times = f"{total}".removesuffix(verdict)
-    text = f"{last['stage']} trains {times} times as fast as {first['stage']}{verdict} ({how})"
-    factors = [(row["over_base"], card.title) for row, card in zip(rows, cards, strict=True)]
+    text = f"{last.name} trains {times} times as fast as {first.name}{verdict} ({how})"
+    factors = [(row.values["over_base"], row.title) for row in rows]
     faster = [(factor, title) for factor, title in factors if factor and factor.ends[0] > 1]
     if faster:
         factor, title = max(faster, key=lambda pair: pair[0].value)
@@ -287,14 +208,13 @@ def total_of(rows: Sequence[Row], cards: Sequence[Card]) -> str:
     return text
 
 
-def published_difference(stage: Stage, run: Run) -> float | None:
-    """Return the mean absolute difference from the published loss curve over steps 11 to 50.
+def mean_difference(ours: Curve, theirs: Curve) -> float | None:
+    """Return the mean absolute difference of two loss curves over the steps COMPARED.
 
-    Only steps that both have count; None if there are none, or no published curve.
+    Only steps that both have count; None if there are none.
     """
-    ours, published = curve(run.log), published_curve(stage)
-    differences = [abs(ours[s] - published[s]) for s in COMPARED if s in ours and s in published]
-    return statistics.fmean(differences) if differences else None
+    steps = [step for step in COMPARED if step in ours and step in theirs]
+    return statistics.fmean(abs(ours[s] - theirs[s]) for s in steps) if steps else None
 
 
 def published_curve(stage: Stage, column: str = "loss") -> Curve:
@@ -303,62 +223,96 @@ def published_curve(stage: Stage, column: str = "loss") -> Curve:
     return curve(read_columns(REFERENCE / log), column) if log else {}
 
 
-def report(ladder: str, stages: Sequence[Stage]) -> None:
-    """Report the finished stages, with speed.svg and loss.svg, as in `report_stages`."""
-    done = [(stage, stage.finished) for stage in stages if stage.finished]
+def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
+    """Report the finished stages, with speed.svg, loss.svg and steps.svg.
+
+    Raises TrainingError if none is finished.
+    """
+    results = [look_up(record, stage) for stage in stages]
+    rows = rows_of(results)
+    done = [(result.stage, result.run) for result in results if result.run]
+    curves, panels = curves_of(done, rows)
+    if panels:
+        draw_panels(record.folder / "loss.svg", panels)
+    draw_times(record.folder, done, rows)
     is_quick = ladder.endswith(SUFFIX)  # of another model than the published one
     name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
-    small = ", with a small model" * (is_quick and not is_124m(stages[0].config))
+    small = ", with a small model" if is_quick and not is_124m(stages[0].config) else ""
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
-    cards, panels, instead = list[Card](), dict[str, dict[str, Curve]](), list[str]()
-    curves, published = [], []  # for the page
-    for stage, run in done:
-        card = card_of_stage(stage)
-        if precision := in_place_of_bf16(stage):
-            instead.append(f"{stage.name} {precision}")
-        if precision := in_place_of_added_bf16(stage):
-            card = card._replace(title=f"{card.title}, in {precision} here")
-        cards.append(card)
-        measured, times = curve(run.log), curve(run.log, "dt_ms")
-        curves.append(curve_of(card.title, measured, stage.tokens_per_step, times))
-        if losses := published_curve(stage):
-            panels[stage.name] = {"published": losses, "measured": measured}
-            label, tokens = f"{card.title}, published", stage.config.tokens_per_step(1)
-            # Times that were read without waiting for the GPU mean nothing.
-            times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
-            published.append(curve_of(label, losses, tokens, times, published=True))
-    if panels:
-        draw_panels(stages[0].record.folder / "loss.svg", panels)
-    rows, summaries = rows_of(stages), [run.summary for _, run in done]
-    draw_times(done, rows, cards)
-    report_stages(
-        stages,
-        [*summaries, *filter(None, (stage.comparison for stage, _ in done))],
-        title="A ladder" if ladder == "ladder" else f"The {name} ladder{small}",
-        ran=all_that_ran([stage for stage, _ in done] or stages),
-        result=total_of(rows, cards),
-        figures=FIGURES,
-        rows=rows,
-        notes=[] if is_quick else without_published(stages, options),
-        about=[
-            *dict.fromkeys(f"{s.steps} steps; {s.about}, {s.date}" for s in summaries),
-            *([f"All runs with {options}"] if options else []),
-            *([f"In place of bf16: {', '.join(instead)}."] if instead else []),
-        ],
-        pictures={"loss.svg": "loss curves, measured over published"} if panels else {},
-        bars="speed.svg",
-        cards=cards,
-        curves=[*curves, *published],
+    origins: list[Summary | Comparison] = [
+        *(run.summary for _, run in done),
+        *(result.comparison for result in results if result.run and result.comparison),
+    ]
+    write_report(
+        Report(
+            record.folder,
+            "A ladder" if ladder == "ladder" else f"The {name} ladder{small}",
+            FIGURES,
+            rows,
+            ran=all_that_ran([stage for stage, _ in done] or stages),
+            result=total_of(rows),
+            remarks=remarks_of(
+                record, results, rows, [] if is_quick else without_published(done, options)
+            ),
+            about=[*about_runs(done, options), *uncommitted(record, origins)],
+            pictures={"loss.svg": "loss curves, measured over published"} if panels else {},
+            bars="speed.svg",
+            where=places(origins),
+            curves=curves,
+        )
     )
 
 
-def draw_times(
-    done: Sequence[tuple[Stage, Run]], rows: Sequence[Row], cards: Sequence[Card]
-) -> None:
+def about_runs(done: Done, options: str) -> list[str]:
+    """Return lines on the steps, the machines, the options and the precision of finished runs."""
+    summaries = [run.summary for _, run in done]
+    lines = [f"{s.steps} steps; {s.about}, {s.date}" for s in summaries]
+    if options:
+        lines.append(f"All runs with {options}")
+    instead = [f"{s.name} {s.instead_of_bf16}" for s, _ in done if s.instead_of_bf16]
+    if instead:
+        lines.append(f"In place of bf16: {', '.join(instead)}.")
+    return [*dict.fromkeys(lines)]
+
+
+def without_published(done: Done, options: str) -> list[str]:
+    """Return a line on the stages that `options` made incomparable with the published ones."""
+    names = [
+        stage.name for stage, _ in done if stage.published != stage.listed and stage.listed.has_run
+    ]
+    if not names:
+        return []
+    return [
+        f"note: the published losses and times of {shortened(names)} are left out: those runs were "
+        f"made without {options or 'the options given'}"
+    ]
+
+
+def curves_of(
+    done: Done, rows: Sequence[Row]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Curve]]]:
+    """Return the loss curves for the page, and those beside published ones, by stage.
+
+    `rows`: one per finished stage.
+    """
+    curves, published, panels = [], [], {}
+    for (stage, run), row in zip(done, rows, strict=True):
+        measured, times = curve(run.log), curve(run.log, "dt_ms")
+        curves.append(curve_of(row.title, measured, stage.tokens_per_step, times))
+        if losses := published_curve(stage):
+            panels[stage.name] = {"published": losses, "measured": measured}
+            label, tokens = f"{row.title}, published", stage.config.tokens_per_step(1)
+            # Times that were read without waiting for the GPU mean nothing.
+            times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
+            published.append(curve_of(label, losses, tokens, times, published=True))
+    return curves + published, panels
+
+
+def draw_times(folder: Path, done: Done, rows: Sequence[Row]) -> None:
     """Draw the milliseconds of a step in steps.svg, if every stage adds to the one before and all
-    take the same tokens a step. `rows` and `cards`: one per finished stage.
+    take the same tokens a step. `rows`: one per finished stage.
     """
     stages = [stage for stage, _ in done]
     follows = all(stage.base is before for before, stage in pairwise(stages))
@@ -366,19 +320,19 @@ def draw_times(
         return
     times = [
         StepTime(
-            card.title,
-            row["ms_per_step"],
-            row["over_base"] if row["stage"] != row["base"] else None,
+            row.title,
+            row.values["ms_per_step"],
+            row.values["over_base"] if stage.base else None,
             stage.published.ms_per_step,
         )
-        for stage, card, row in zip(stages, cards, rows, strict=True)
+        for stage, row in zip(stages, rows, strict=True)
     ]
     first, run = done[0]
     summary = run.summary
     device = summary.machine if summary.device == "cpu" else summary.device
     batch = f"{first.config.batch_size} x {first.config.seq_len:,} tokens a step"
     draw_steps(
-        first.record.folder / "steps.svg",
+        folder / "steps.svg",
         f"{times[0].ms:,.0f} to {times[-1].ms:,.0f} milliseconds a step",
         f"{batch}, {device}; factors over the stage before, grey ones from single runs",
         times,
@@ -427,30 +381,37 @@ WORTH = [
 ]
 
 
-def report_ablation(ladder: str, rungs: Mapping[str, Sequence[Stage]]) -> None:
-    """Report two rungs for each optimization, on first and on last, as in `report_stages`."""
-    rows, found = list[Row](), list[Comparison]()
-    for optimization, both in rungs.items():
-        first, last = (stage.comparison for stage in both)
-        found += filter(None, (first, last))
-        if first or last:
-            rows.append(
-                {
-                    "optimization": optimization,
-                    "first": first and first.ratio(),
-                    "last": last and last.ratio(),
-                    "memory_mb_without": last and last.sides[0].peak_memory_mb,
-                    "memory_mb_with": last and last.sides[1].peak_memory_mb,
-                }
-            )
-    report_stages(
-        [*chain(*rungs.values())],
-        found,
-        title=f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
-        figures=WORTH,
-        rows=rows,
-        about=[*dict.fromkeys(f"{r.machine}; device {r.device}, commit {r.git}" for r in found)],
-        bars="worth.svg",
+def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[Stage]]) -> None:
+    """Report each optimization on first and on last, with worth.svg.
+
+    Raises TrainingError if nothing is finished.
+    """
+    rows, results, found = list[Row](), list[Result](), list[Comparison]()
+    for optimization, pair in pairs.items():
+        first, last = both = [look_up(record, stage) for stage in pair]
+        results += both
+        found += [result.comparison for result in both if result.comparison]
+        if first.comparison or last.comparison:
+            without, whole = last.comparison.sides if last.comparison else (None, None)
+            values = {
+                "first": first.comparison.ratio() if first.comparison else None,
+                "last": last.comparison.ratio() if last.comparison else None,
+                "memory_mb_without": without.peak_memory_mb if without else None,
+                "memory_mb_with": whole.peak_memory_mb if whole else None,
+            }
+            rows.append(Row(optimization, values))
+    about = dict.fromkeys(f"{c.machine}; device {c.device}, commit {c.git}" for c in found)
+    write_report(
+        Report(
+            record.folder,
+            f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
+            WORTH,
+            rows,
+            remarks=remarks_of(record, results, rows),
+            about=[*about, *uncommitted(record, found)],
+            bars="worth.svg",
+            where=places(found),
+        )
     )
 
 
@@ -467,23 +428,17 @@ def factors_in(table: Path) -> dict[tuple[str, str], Estimate | None]:
     """
     found = dict[tuple[str, str], Estimate | None]()
     try:
-        lines = csv.DictReader(table.read_text(encoding="utf-8").splitlines(), strict=True)
-        if missing := {"stage", "base", "over_base"} - {*(lines.fieldnames or ())}:
-            raise UserError(f"{table}: not the table of a ladder: has no column {min(missing)}")
-        for line in lines:
-            stage, base = line["stage"], line["base"]
-            ends = [line["over_base"], *map(line.get, ("over_base_low", "over_base_high"))]
-            values = [float(end) for end in ends if end]
-            if not base or len(values) == 2 or not all(0 < value < math.inf for value in values):
-                raise ValueError(f"bad row of {stage}")
-            if stage != base and not line.get("in_place_of_added_bf16"):
-                found[stage, base] = Estimate(*values) if values else None
-    except OSError as error:
+        for line in csv.DictReader(table.read_text(encoding="utf-8").splitlines(), strict=True):
+            pair = line["stage"], line["base"]
+            columns = "over_base", "over_base_low", "over_base_high"
+            values = [float(line[column]) for column in columns if line.get(column)]
+            if pair[0] != pair[1] and not line.get("in_place_of_added_bf16"):
+                found[pair] = Estimate(*values) if values else None
+    except (OSError, LookupError, ValueError, csv.Error) as error:
         raise UserError(
-            f"{table}: cannot be read: {error.strerror}; --across takes folders of ladders"
+            f"{table}: not the table of a ladder ({in_a_line(error)}); --across takes folders of "
+            "ladders"
         ) from None
-    except (ValueError, csv.Error) as error:
-        raise UserError(f"{table}: not the table of a ladder ({in_a_line(error)})") from None
     if not found:
         raise UserError(f"{table}: has no stage with a base, so no factor")
     return found
@@ -494,41 +449,49 @@ def across(folders: Sequence[str], out: Path) -> None:
 
     A machine is named after the parent of its ladder's folder.
     """
-    rows = dict[tuple[str, str], Row]()  # by stage and base: their factor on each machine
+    factors = dict[tuple[str, str], dict[str, Any]]()  # by stage and base, then by machine
     files = dict[str, Path]()  # configs of the stages of known series
     machines = list[str]()
     for folder in map(Path, folders):
         name = folder.resolve().parent.name
-        name += ", small model" * folder.name.endswith(SUFFIX)
+        if folder.name.endswith(SUFFIX):
+            name += ", small model"
         machines.append(str(folder) if name in machines else name)
-        for rung, over_base in factors_in(folder / "results.csv").items():
-            rows.setdefault(rung, {})[machines[-1]] = over_base
+        for pair, over_base in factors_in(folder / "results.csv").items():
+            factors.setdefault(pair, {})[machines[-1]] = over_base
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
-    cards = list[Card]()
-    for (stage, base), row in rows.items():
-        others = [name for name, _ in rows].count(stage) > 1  # other bases
-        name = f"{stage} over {base}" if others else stage
-        card, file, base_file = Card(name, name), files.get(stage), files.get(base)
-        if file and base_file:
-            card = card_of(name, file, base_file)
-            tokens = [load_config(str(path)).tokens_per_step(1) for path in (file, base_file)]
-            for where, figure in PUBLISHED.items() if len({*tokens}) == 1 else ():
-                over = factor(published(file), published(base_file), figure)
-                row[where] = over and Estimate(over)
-        row["stage"] = card.label
-        cards.append(card)
+    rows = list[Row]()
+    for (stage, base), values in factors.items():
+        others = [name for name, _ in factors].count(stage) > 1  # other bases
+        row = Row(f"{stage} over {base}" if others else stage, values | {"base": base})
+        if stage in files and base in files:
+            row = row._replace(card=card_of(row.name, files[stage], files[base]))
+            row.values.update(published_factors(files[stage], files[base]))
+        row.values["stage"] = row.label
+        rows.append(row)
+    columns = [Figure(name, name, bar=True, over="base") for name in (*machines, *PUBLISHED)]
     write_report(
-        out,
-        "The factor of each optimization, by machine",
-        [
-            Figure("stage", "stage"),
-            *(Figure(name, name, bar=True, over="base") for name in (*machines, *PUBLISHED)),
-        ],
-        [*rows.values()],
-        meaning="The speed of each stage over that of the stage that it changes. Published: the "
-        "same step in the a100 series and in the list of timings on one GPU (`logs/reference/`). A "
-        "machine that ran another precision in place of bf16 has no factor for bf16.",
-        bars="across.svg",
-        cards=cards,
+        Report(
+            out,
+            "The factor of each optimization, by machine",
+            [Figure("stage", "stage"), *columns],
+            rows,
+            meaning="The speed of each stage over that of the stage that it changes. Published: "
+            "the same step in the a100 series and in the list of timings on one GPU "
+            "(`logs/reference/`). A machine that ran another precision in place of bf16 has no "
+            "factor for bf16.",
+            bars="across.svg",
+        )
     )
+
+
+def published_factors(file: Path, base: Path) -> dict[str, Estimate]:
+    """Return the published factors of a stage over its base, which takes the same tokens a step."""
+    tokens = {load_config(str(path)).tokens_per_step(1) for path in (file, base)}
+    found = {
+        where: factor(published(file), published(base), figure)
+        for where, figure in PUBLISHED.items()
+        if len(tokens) == 1
+    }
+    return {where: Estimate(value) for where, value in found.items() if value}

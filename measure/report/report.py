@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from runtime.errors import TrainingError
 from runtime.files import write_atomic
 from runtime.report import Estimate
 
-Row = dict[str, Any]
+Values = Mapping[str, Any]
 INTERVALS = (
     "In brackets: the interval that contains the true median with 95% confidence, from interleaved "
     'runs of both; an interval that contains 1 is "no difference" within 0.95 to 1.05, else '
@@ -24,12 +25,45 @@ INTERVALS = (
 )
 
 
+class Card(NamedTuple):
+    """The page's explanation of a row."""
+
+    title: str
+    why: Sequence[str] = ()
+    yaml: str = ""
+    code: Sequence[tuple[str, int, str]] = ()  # file, line, text
+    ran: str = ""  # sizes of the model and of the run
+
+
+class Row(NamedTuple):
+    """A row of a report: its name, its figures by their names, and its card."""
+
+    name: str
+    values: dict[str, Any]
+    card: Card = Card("")
+
+    @property
+    def title(self) -> str:
+        """The title of its card, or its name."""
+        return self.card.title or self.name
+
+    @property
+    def label(self) -> str:
+        """The name in pictures."""
+        return self.name if self.title == self.name else f"{self.title} ({self.name})"
+
+    @property
+    def base(self) -> str:
+        """The name of the row that it changes; its own or empty if there is none."""
+        return self.values.get("base", "")
+
+
 class Figure(NamedTuple):
-    """A figure of every row: the row's key, and how all parts of a report show and explain it."""
+    """A figure of every row: its name, and how all parts of a report show and explain it."""
 
     name: str
     heading: str
-    style: str | Callable[[Row], str] = ""  # a format such as ",.0f", or a row's text
+    style: str | Callable[[Values], str] = ""  # a format such as ",.0f", or the text of a row
     meaning: str = ""
     bar: bool = False  # a factor, drawn as a bar with its interval
     over: str = ""  # the row that a factor compares with: base, first or a name
@@ -37,33 +71,16 @@ class Figure(NamedTuple):
     def text(self, row: Row) -> str:
         """Format the figure of a row; empty without one."""
         if callable(self.style):
-            return self.style(row)
-        value = row.get(self.name)
+            return self.style(row.values)
+        value = row.values.get(self.name)
         return "" if value is None else format(value, self.style)
 
     def factor(self, row: Row) -> Estimate | None:
         """Return the figure of a row to draw as a bar; None if the row compares with itself."""
-        value = row.get(self.name)
+        value = row.values.get(self.name)
         factor = value if value is None or isinstance(value, Estimate) else Estimate(value)
-        name = next(iter(row.values()))
-        return None if factor == Estimate(1.0) and row.get("base", name) == name else factor
-
-
-class Card(NamedTuple):
-    """The page's explanation of a row."""
-
-    name: str
-    title: str
-    base: str = ""
-    why: Sequence[str] = ()
-    yaml: str = ""
-    code: Sequence[tuple[str, int, str]] = ()  # file, line, text
-    ran: str = ""  # sizes of the model and of the run
-
-    @property
-    def label(self) -> str:
-        """The name in pictures."""
-        return self.name if self.title == self.name else f"{self.title} ({self.name})"
+        is_own_base = row.base in ("", row.name)
+        return None if factor == Estimate(1.0) and is_own_base else factor
 
 
 PEAK_MEMORY = Figure(
@@ -74,84 +91,85 @@ PEAK_MEMORY = Figure(
 )
 
 
-def write_report(
-    folder: Path,
-    title: str,
-    figures: Sequence[Figure],  # the first one names the row
-    rows: Sequence[Row],
-    *,
-    ran: str = "",  # sizes of the model and of the run
-    result: str = "",  # the whole report in a sentence
-    remarks: Sequence[str] = (),  # failures and notes
-    about: Sequence[str] = (),  # machines and versions
-    meaning: str = "",  # explains all figures together
-    pictures: Mapping[str, str] = {},  # caption by file
-    bars: str = "",  # file for a picture of the bars
-    where: str = "",  # machine and date, for that picture and the page
-    cards: Sequence[Card] = (),  # one per row
-    curves: Sequence[Mapping[str, Any]] = (),  # from curve_of
-    learns: bool = False,  # the page shows the curves first
-) -> None:
+@dataclass
+class Report:
+    """All parts of a report."""
+
+    folder: Path
+    title: str
+    figures: Sequence[Figure]  # the first one is the name of the rows
+    rows: Sequence[Row]
+    ran: str = ""  # sizes of the model and of the run
+    result: str = ""  # the whole report in a sentence
+    remarks: Sequence[str] = ()  # failures and notes
+    about: Sequence[str] = ()  # machines and versions
+    meaning: str = ""  # explains all figures together
+    pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
+    bars: str = ""  # file for a picture of the bars
+    where: str = ""  # machine and date, for that picture and the page
+    curves: Sequence[Values] = ()  # from curve_of
+    learns: bool = False  # the page shows the curves first
+
+
+def write_report(report: Report) -> None:
     """Print a table of figures, and write it with all that explains it: report.md, report.html,
     results.csv, and a picture of the bars. Raises TrainingError without rows.
     """
+    folder, rows = report.folder, report.rows
     if not rows:
         nothing = f"{folder}: no finished stage to report"
-        raise TrainingError("\n".join([nothing, *remarks]))
-    figures = [figure for figure in figures if any(map(figure.text, rows))]
-    headings = [figure.heading for figure in figures]
-    cells = [[figure.text(row) for figure in figures] for row in rows]
-    cards = cards or [Card(name, name) for name, *_ in cells]
-    drawn = [figure for figure in figures if figure.bar]
-    factors = [
-        {figure: factor for figure in drawn if (factor := figure.factor(row))} for row in rows
+        raise TrainingError("\n".join([nothing, *report.remarks]))
+    names, *others = report.figures
+    figures = [figure for figure in others if any(map(figure.text, rows))]
+    headings = [figure.heading for figure in (names, *figures)]
+    cells = [
+        [names.text(row) or row.name, *(figure.text(row) for figure in figures)] for row in rows
     ]
-    rungs = [*zip(cards, factors, rows, strict=True)]
+    factors = [factors_of(row, figures) for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    if bars and any(factors):
-        pictures = {bars: "factors with their intervals", **pictures}
-        factors_of = {
-            card.label: {figure.heading: factor for figure, factor in of_row.items()}
-            for card, of_row, _ in rungs
+    pictures = report.pictures
+    if report.bars and any(factors):
+        pictures = {report.bars: "factors with their intervals", **pictures}
+        bars = {
+            row.label: {figure.heading: factor for figure, factor in of_row.items()}
+            for row, of_row in zip(rows, factors, strict=True)
             if of_row
         }
-        draw_bars(folder / bars, factors_of, where)
-    parts = {
-        "title": title,
-        "lead": [*filter(None, [ran, result])],
+        draw_bars(folder / report.bars, bars, report.where)
+    has_intervals = any(figure.bar for figure in figures) and not report.learns
+    parts = vars(report) | {
+        "lead": [line for line in (report.ran, report.result) if line],
         "table": markdown_table(headings, cells),
-        "where": where,
-        "about": about,
-        "remarks": remarks,
         "meanings": [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning],
-        "notes": [*filter(None, [meaning, INTERVALS if drawn and not learns else ""])],
+        "notes": [*filter(None, [report.meaning, INTERVALS if has_intervals else ""])],
         "pictures": pictures,
         "figures": figures,
-        "rungs": rungs,
-        "curves": curves,
-        "learns": learns,
+        "rows": [*zip(rows, factors, strict=True)],
     }
     write_atomic(folder / "report.md", render("report.md", parts))
     write_atomic(folder / "report.html", render("page.html", parts))
-    write_csv(folder / "results.csv", rows)
-    print_table(title, headings, [*map(brief, itertools.repeat(figures), cells, cards)])
-    print(*remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
-    if result:
-        print(result)
+    write_csv(folder / "results.csv", [{names.name: row.name} | row.values for row in rows])
+    lines = [brief(row, texts, figures) for row, texts in zip(rows, cells, strict=True)]
+    print_table(report.title, headings, lines)
+    print(*report.remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
+    if report.result:
+        print(report.result)
 
 
-def brief(figures: Sequence[Figure], cells: Sequence[str], card: Card) -> list[str]:
+def factors_of(row: Row, figures: Sequence[Figure]) -> dict[Figure, Estimate]:
+    """Return the factors of a row that are drawn as bars."""
+    factors = {figure: figure.factor(row) for figure in figures if figure.bar}
+    return {figure: factor for figure, factor in factors.items() if factor is not None}
+
+
+def brief(row: Row, cells: Sequence[str], figures: Sequence[Figure]) -> list[str]:
     """Return a row's cells for a terminal: with its title, and the total without an interval."""
     name, *others = cells
-    label = name if card.title == card.name else f"{name}: {card.title}"
-    totals = [figure.over == "first" and not figure.bar for figure in figures[1:]]
-    return [
-        label,
-        *(
-            c.partition(" (")[0] if is_total else c
-            for c, is_total in zip(others, totals, strict=True)
-        ),
-    ]
+    short = [name if row.title == row.name else f"{name}: {row.title}"]
+    for figure, cell in zip(figures, others, strict=True):
+        is_total = figure.over == "first" and not figure.bar
+        short.append(cell.partition(" (")[0] if is_total else cell)
+    return short
 
 
 def curve_of(
@@ -178,14 +196,14 @@ def curve_of(
     }
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[Values]) -> None:
     """Write rows to a CSV file with a column for every key, except lists.
 
     An Estimate `x` takes the columns x, x_low and x_high.
     """
-    lines = list[Row]()
+    lines = list[dict[str, Any]]()
     for row in rows:
-        line: Row = {}
+        line: dict[str, Any] = {}
         for name, value in row.items():
             if isinstance(value, Estimate):
                 line |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}

@@ -17,9 +17,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from measure.ladder.record import LIMITS, Device, Prediction, Record
+from measure.ladder.published import published_factor
+from measure.ladder.record import LIMITS, Device, Prediction
 from measure.ladder.roofline import predict
-from measure.ladder.stages import plan, published_factor, with_bases
+from measure.ladder.stages import plan, with_bases
 from measure.report.tables import markdown_table
 from tests.conftest import ROOT
 from tests.fake_cuda import GPU, attention, environment, fake_h200
@@ -44,7 +45,7 @@ def predictions_of(series: str) -> list[Row]:
 
     In a process with the fake GPU's environment.
     """
-    stages = with_bases(plan([series], Record(), [], Device()))
+    stages = with_bases(plan([series], [], Device()))
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_sdp_choice", lambda *_, **__: 1, "Meta")  # flash
     # scaled_dot_product_attention does not find the flash attention of GPUs here.
