@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -11,9 +10,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -23,17 +20,17 @@ import ladder
 from config import Config, load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
-from measure.interleaved.rounds import SideError
 from measure.ladder import climb as climbing
-from measure.ladder import quick, stages
+from measure.ladder import published, quick, stages
 from measure.ladder import record as records
 from measure.ladder import report as ladder_report
 from measure.ladder.explain import card_of, card_of_stage
 from measure.ladder.record import Device, Record, Run, Summary
+from measure.ladder.results import look_up
 from measure.report import tables
 from model import GPT, GPTConfig
 from run.log import LOG_COLUMNS
-from runtime.cli import CONFIG_DIR, Options, parse
+from runtime.cli import CONFIG_DIR, parse
 from runtime.errors import why_it_failed
 from runtime.report import Estimate
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
@@ -44,36 +41,73 @@ HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
 LADDER = Path("logs/ladder")
 FACTORS = "stage,base,over_base,over_base_low,over_base_high,in_place_of_added_bf16\n"
 OFF = ("--rounds", "0")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known_of_this_machine(in_tmp_path, monkeypatch):
-    """But its name: asking it starts a process that imports PyTorch."""
-    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(name="cpu"))
+CPU = Device(name="cpu")  # measuring one starts a process that imports PyTorch
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.fixture
-def rungs(corpus, tmp_path):
+def configs(corpus, tmp_path):
     """Two configs of a tiny model, `plain.yaml` and `flash.yaml`, in the working directory."""
     plain = TINY | TINY_RUN | {"max_steps": 12, "lr": 1e-3, "lr_schedule": "cosine"}
     (tmp_path / "plain.yaml").write_text(json.dumps(plain))
     (tmp_path / "flash.yaml").write_text("{base: plain.yaml, flash: true}")
 
 
-def climb(*arguments):
-    """The command line `python ladder.py ...` in this process; returns its exit status."""
+def options_of(*arguments):
     own, of_runs = ladder.split_command_line(list(arguments))
-    options = parse(ladder.LadderOptions, own, positional="configs")
+    return parse(ladder.LadderOptions, own, positional="configs"), of_runs
+
+
+def climb(*arguments, device=CPU):
+    """The command line `python ladder.py ...` in this process; returns its exit status."""
     try:
-        ladder.main(options, of_runs)
+        ladder.main(*options_of(*arguments), lambda _: device)
     except SystemExit as stopped:
         return stopped.code
     return 0
 
 
-def plan(*configs, folder="logs", of_runs=(), **found):
-    record = Record.load(Path(folder, stages.ladder_of(configs)[0]))
-    return stages.with_bases(stages.plan(configs, record, of_runs, Device(**found)))
+def planned(*arguments, **device):
+    """The stages that a command line climbs on a device, by name."""
+    options, of_runs = options_of(*arguments)
+    found = ladder.planned(options, (), of_runs, Device(**device))
+    return {stage.name: stage for stage in ladder.with_chosen(options, found)}
+
+
+def plan(*configs, options=(), **device):
+    return stages.with_bases(stages.plan(configs, options, Device(**device)))
+
+
+def finished(*configs, **options):
+    """The record of a ladder whose stages have run, and the stages."""
+    record, found = Record(folder=LADDER), plan(*configs, **options)
+    for stage in found:
+        fake_run(record, stage)
+    return record, found
+
+
+def fake_run(record, stage):
+    """Record a finished run of a stage, without running it."""
+    steps, losses = [*range(1, 51)], 50 * [6.0]
+    log = {"step": steps, "loss": losses} | dict.fromkeys(LOG_COLUMNS[2:], losses)
+    summary = dict.fromkeys(Summary.model_fields, "10") | {"world_size": stage.ranks}
+    summary |= {"interrupted": False}
+    run = Run(config=stage.config.model_dump(mode="json"), summary=summary, log=log)
+    record.runs[stage.name] = run
+    record.stages[stage.name] = stage.planned
+    record.save()
+
+
+def fake_comparison(record, stage, factor, **about):
+    """Record the interleaved runs of a stage and its base, without any."""
+    turns = [{"seconds": [1.0], "tokens": 1, "peak_memory_mb": 10.0 * factor}]
+    sides = [
+        {"name": "any", "tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)
+    ]
+    configs = [records.settings(side.config) for side in (stage.base, stage)]
+    about = {"machine": "any", "device": "any", "left_out": 3, "settings": configs} | about
+    record.comparisons[stage.key] = Comparison(**about, sides=sides)
+    record.save()
 
 
 def table(path):
@@ -86,47 +120,20 @@ def results(ladder="ladder"):
     return table(Path("logs", ladder, "results.csv"))
 
 
-def fake_run(stage):
-    """Record a finished run of a stage, without running it."""
-    steps, losses = [*range(1, 51)], 50 * [6.0]
-    log = {"step": steps, "loss": losses} | dict.fromkeys(LOG_COLUMNS[2:], losses)
-    summary = dict.fromkeys(Summary.model_fields, "10") | {"world_size": stage.ranks}
-    summary |= {"interrupted": False}
-    run = Run(config=stage.config.model_dump(mode="json"), summary=summary, log=log)
-    stage.record.runs[stage.name] = run
-    stage.record.save()
+def figures(record, found, column):
+    """A column of a ladder's table, by stage."""
+    rows = ladder_report.rows_of([look_up(record, stage) for stage in found])
+    return {row.name: row.values[column] for row in rows}
 
 
-def finished(*configs, **options):
-    stages = plan(*configs, **options)
-    for stage in stages:
-        fake_run(stage)
-    return stages
-
-
-def fake_comparison(stage, factor, **about):
-    """Record the interleaved runs of a stage and its base, without any."""
-    turns = [{"seconds": [1.0], "tokens": 1, "peak_memory_mb": 10.0 * factor}]
-    sides = [
-        {"name": "any", "tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)
-    ]
-    configs = [records.settings(side.config) for side in (stage.base, stage)]
-    about = {"machine": "any", "device": "any", "left_out": 3, "settings": configs} | about
-    record = stage.record
-    record.comparisons |= {stage.name: Comparison(**about, sides=sides)}
-    record.save()
-
-
-def fake_interleaving(stages, *_):
-    """Compare the stages of an ablation with factors 1.5, 2.0, ..."""
-    for i, stage in enumerate(stages):
-        fake_comparison(stage, 1.5 + i / 2)
+def bases_of(found):
+    return {stage.name: stage.base.name for stage in found if stage.base}
 
 
 # ---- climbing
 
 
-@pytest.mark.usefixtures("rungs", "forked")
+@pytest.mark.usefixtures("configs", "forked")
 def test_a_failing_stage_is_reported_and_the_others_go_on(capsys):
     Path("bad.yaml").write_text("base: plain.yaml\nlr: 1e30\n")
     assert climb("--nproc_per_node", "2", "bad.yaml", "flash.yaml", *OFF) == 1
@@ -136,7 +143,7 @@ def test_a_failing_stage_is_reported_and_the_others_go_on(capsys):
     assert json.loads((LADDER / "flash/summary.json").read_text())["world_size"] == 2
 
 
-@pytest.mark.usefixtures("rungs", "forked")
+@pytest.mark.usefixtures("configs", "forked")
 def test_a_run_that_starts_from_weights_counts_as_finished():
     train(load_config("plain.yaml", max_steps=1), ALONE)
     Path("tuned.yaml").write_text("{base: plain.yaml, init_from: logs/plain}")
@@ -144,19 +151,45 @@ def test_a_run_that_starts_from_weights_counts_as_finished():
     assert list(results()) == ["tuned"]
 
 
-@pytest.mark.usefixtures("rungs")
-def test_ctrl_c_keeps_finished_stages(monkeypatch):
-    (done,) = finished("plain.yaml", folder="elsewhere")
-    monkeypatch.setattr(climbing, "run_commands", Mock(side_effect=[[None], KeyboardInterrupt]))
-    monkeypatch.setattr(Run, "read", lambda *_: done.finished)
+@pytest.mark.usefixtures("configs")
+def test_ctrl_c_keeps_finished_stages_and_one_that_was_stopped_counts_as_failed():
+    found, record = plan("plain.yaml", "flash.yaml", "flash.yaml"), Record(folder=LADDER)
+    record.stages = {stage.name: stage.planned for stage in found}
+
+    def run(commands, _):
+        (command,) = commands
+        if "--run_name=flash_3" in command:
+            raise KeyboardInterrupt
+        config = parse(Config, command[2:], config_file=True)
+        train(config, ALONE)
+        if config.run_name == "flash":  # its status is 0 after a signal
+            path = LADDER / "flash/summary.json"
+            path.write_text(path.read_text().replace('"interrupted": false', '"interrupted": true'))
+        return [None]
+
     with pytest.raises(KeyboardInterrupt):
-        climb("plain.yaml", "flash.yaml", *OFF)
-    assert climb("plain.yaml", "flash.yaml", "--report_only") == 0
+        climbing.run_stages(record, found, Device(), run)
+    again = "stopped before its last step; the same command runs it again"
+    assert record.failures == [f"failed: flash: {again}"]
+    assert climb("plain.yaml", "--report_only") == 0
     assert list(results()) == ["plain"]
 
 
+@pytest.mark.parametrize(
+    ("status", "printed", "reason"),
+    [
+        (-9, "a warning\n", "killed by signal 9, as the system does when memory runs out"),
+        (1, "a warning\nerror: full\nmore\n", "full"),
+        (1, "", "exit status 1"),
+    ],
+)
+def test_why_a_command_failed_is_a_line(status, printed, reason):
+    assert why_it_failed(status, io.StringIO(printed)) == reason
+
+
 STARTS = {
-    "run_commands": "from measure.ladder.climb import run_commands; run_commands([CHILD])",
+    "run_commands": "from measure.ladder.climb import run_commands, contextlib; "
+    "run_commands([CHILD], contextlib.nullcontext())",
     "Side": "from measure.interleaved.rounds import Side; Side('a', CHILD, {}).__enter__().train()",
     "in_fresh_process": "from measure.interleaved.process import in_fresh_process as call; "
     "call('runpy:run_path', 'child.py')",
@@ -182,7 +215,7 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.usefixtures("rungs")
+@pytest.mark.usefixtures("configs")
 def test_two_ladders_do_not_climb_in_one_folder():
     """Another thread is refused the lock, as another process would be."""
     said = "^logs/ladder: another process is writing it; wait for it, or choose another name$"
@@ -191,53 +224,21 @@ def test_two_ladders_do_not_climb_in_one_folder():
     assert not LADDER.exists()
 
 
-@pytest.mark.usefixtures("rungs")
-def test_a_climb_keeps_what_another_saved_just_before_it(monkeypatch, capsys):
-    assert climb("plain.yaml", *OFF) == 0
-    path = LADDER / "ladder.json"
-    found = path.read_text()
-    path.unlink()
-    monkeypatch.setattr(ladder, "sole_writer", lambda _: nullcontext(path.write_text(found)))
-    capsys.readouterr()
-    assert climb("plain.yaml", *OFF) == 0
-    assert "== 1 of 1" not in capsys.readouterr().out
-    with refused("logs/ladder: has the ladder of plain; name these"):
-        climb("flash.yaml", "--report_only")
+def test_a_climb_keeps_what_another_saved_just_before_it():
+    begun = Record.load(LADDER)
+    saved, _ = finished("baseline")
+    begun.read_again()
+    assert begun.runs == saved.runs
+    with refused("logs/ladder: has the ladder of baseline; name these"):
+        climb("speedup1", "--report_only")
 
 
-RUN, SIDE = "runs baseline", "comparisons speedup1 sides 1"
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("runs", 1),
-        (f"{RUN} summary median_tokens_per_sec", 0),
-        (f"{RUN} log loss", [6.0]),
-        (f"{RUN} log step", [math.nan] * 50),
-        (f"{RUN} log", {"step": [1]}),
-        (f"{RUN} eval", {"step": [1]}),
-        ("comparisons speedup1 sides", []),
-        (f"{SIDE} tokens_per_sec", [1.0]),
-        (f"{SIDE} tokens_per_sec", [0.0] * 6),
-        (f"{SIDE} turns", []),
-        ("size", [4, 4, 256, 0]),
-    ],
-)
-def test_a_damaged_record_is_one_line(place, value):
-    found = finished("baseline", "speedup1")
-    fake_comparison(found[1], 2.0)
-    path = LADDER / "ladder.json"
-    record = json.loads(path.read_text())
-    *folders, last = [int(part) if part.isdigit() else part for part in place.split()]
-    at = record
-    for part in folders:
-        at = at[part]
-    at[last] = value
-    for text in (json.dumps(record), "{", "[" * 100_000):
-        path.write_text(text)
-        with refused(r"^logs/ladder/ladder.json: damaged \(.*; restore it, or delete it"):
-            climb("baseline", "speedup1", "--report_only")
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"runs": 1}', '{"size": [4, 4, 256, 0]}'])
+def test_a_damaged_record_is_one_line(text):
+    LADDER.mkdir(parents=True)
+    (LADDER / "ladder.json").write_text(text)
+    with refused(r"^logs/ladder/ladder.json: damaged \(.*; restore it, or delete it"):
+        climb("baseline", "speedup1", "--report_only")
 
 
 MISTAKES = """
@@ -279,57 +280,28 @@ def test_an_option_of_the_runs_goes_after_two_dashes(tmp_path):
     assert "--no-bf16: is an option of the runs, and goes after --" in done.stderr
 
 
-def test_why_a_stage_is_not_finished_is_said(monkeypatch, capsys):
-    for status, printed, reason in (
-        (-9, "a warning\n", "killed by signal 9, as the system does when memory runs out"),
-        (1, "a warning\nerror: full\nmore\n", "full"),
-        (1, "", "exit status 1"),
-    ):
-        assert why_it_failed(status, io.StringIO(printed)) == reason
-    (stage,) = finished("baseline")
-    stopped = stage.finished.model_copy(deep=True)
-    stopped.summary.interrupted = True
-    monkeypatch.setattr(climbing, "run_commands", lambda *_: [None])  # status 0, after a signal
-    monkeypatch.setattr(Run, "read", lambda *_: stopped)
-    climbing.run_stages(stage.record, [stage], Device())
-    message = "failed: baseline: stopped before its last step; the same command runs it again\n"
-    assert capsys.readouterr().out.endswith(message)
-    assert not Record.load(LADDER).runs
-    with refused(f"no finished stage to report\n{message.strip()}$", lines=2):
-        ladder_report.report("ladder", [stage])
-
-
 @pytest.mark.parametrize("lines", [1, 2_000])
-def test_changes_that_were_not_committed_are_kept_and_named(lines, monkeypatch):
+def test_changes_that_were_not_committed_are_kept_once_and_named(lines):
     diff = "diff --git a/train.py b/train.py\n" + lines * "+print()\ndiff --git a/x b/model.py\n"
-    monkeypatch.setattr(records, "git_commit", lambda: "0a1b-dirty")
-    monkeypatch.setattr(records, "git_diff", lambda: diff)
-    monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: [*map(fake_run, stages)])
+    record, found = finished("baseline", "speedup1")
     for _ in range(2):
-        assert climb("baseline", *OFF, "--rerun") == 0
-    (kept,) = Record.load(LADDER).changes["0a1b-dirty"]
-    assert kept.files[:2] == ["train.py", "model.py"]
+        record.keep_changes("0a1b-dirty", diff)
+    (kept,) = record.changes["0a1b-dirty"]
     assert kept.diff == diff if lines == 1 else re.fullmatch("sha256 [0-9a-f]{64}", kept.diff)
-
-
-def test_a_report_names_the_changed_files_of_its_commits():
-    found = finished("baseline", "speedup1")
-    for stage, commit in zip(found, ("0a1b-dirty", "ffff-dirty"), strict=True):
-        stage.finished.summary.git = commit
-    changes = [records.Changes.of(f"diff --git a/{name} b/{name}\n") for name in ("a.py", "b.py")]
-    found[0].record.changes = {"0a1b-dirty": changes}
-    ladder_report.report("ladder", found)
+    for name, commit in (("baseline", "0a1b-dirty"), ("speedup1", "ffff-dirty")):
+        record.runs[name].summary.git = commit
+    ladder_report.report_speeds("ladder", record, found)
     text = (LADDER / "report.md").read_text()
-    assert "- 0a1b-dirty: with changes to a.py, b.py; the diff is in ladder.json\n" in text
+    assert "- 0a1b-dirty: with changes to train.py, model.py" in text
     assert "- ffff-dirty: its changes to the commit were not kept\n" in text
 
 
 def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys):
-    _, older, rounds_of = found = finished("baseline", "speedup1", "speedup2")
-    older.finished.config["older"] = 3  # an option that was on
-    fake_comparison(rounds_of, 1.5)
-    rounds_of.record.comparisons["speedup2"].settings[1]["max_steps"] = 7
-    ladder_report.report("ladder", found)
+    record, found = finished("baseline", "speedup1", "speedup2")
+    record.runs["speedup1"].config["older"] = 3  # an option that was on
+    fake_comparison(record, found[2], 1.5)
+    record.comparisons["speedup2"].settings[1]["max_steps"] = 7
+    ladder_report.report_speeds("ladder", record, found)
     printed, written = capsys.readouterr().out, (LADDER / "report.md").read_text()
     for line in (
         "note: speedup1 is left out: --older: unknown option",
@@ -337,24 +309,26 @@ def test_a_report_says_why_a_stage_or_its_interleaved_rounds_are_left_out(capsys
     ):
         assert line in printed
         assert line in written
-    found = plan("baseline", of_runs=["--batch_size=1", "--no-bias"])
-    reason = "bias on there, off here, batch_size 2 there, 1 here"
-    with refused(f"baseline is left out: {reason}$", lines=2):
-        ladder_report.report("ladder", found)
 
 
-def test_a_report_without_rows_says_what_the_record_has_and_lacks():
-    with refused("logs/ladder: no finished stage to report: no ladder.json; the same command"):
-        climb("baseline", "--report_only")
-    finished("baseline")
-    with refused("to report: ladder.json lists no stages, only the runs of baseline; the same"):
-        climb("baseline", "--report_only")
-    two = plan("baseline")
-    two[0].ranks = 2
-    with refused("note: baseline is left out: ranks 1 there, 2 here$", lines=2):
-        ladder_report.report("ladder", two)
-    with refused("note: ladder.json has baseline, but lacks speedup1, speedup2$", lines=2):
-        ladder_report.report("ladder", plan("speedup1", "speedup2"))
+@pytest.mark.parametrize(
+    ("named", "options", "ranks", "reason"),
+    [
+        (["baseline"], ["--batch_size=1", "--no-bias"], 1, "bias on there, off here, batch_size 2"),
+        (["baseline"], [], 2, "note: baseline is left out: ranks 1 there, 2 here$"),
+        (
+            ["speedup1", "speedup2"],
+            [],
+            1,
+            "ladder.json has baseline, but lacks speedup1, speedup2$",
+        ),
+    ],
+)
+def test_a_report_without_rows_says_what_the_record_has_and_lacks(named, options, ranks, reason):
+    record, _ = finished("baseline")
+    found = stages.plan(named, options, Device(), ranks)
+    with refused(f"no finished stage to report\nnote: .*{reason.removeprefix('note: ')}", lines=2):
+        ladder_report.report_speeds("ladder", record, found)
 
 
 # ---- a report alone
@@ -382,9 +356,12 @@ def stored(name, machine=EPYC):
 
 
 def is_the_stored_report(name, machine=EPYC):
-    return all(
-        Path("logs", name, file).read_bytes() == (RESULTS / machine / name / file).read_bytes()
-        for file in ("report.md", "results.csv")
+    """True if a ladder's folder has the stored table, text and pictures, and no others."""
+    folders = Path("logs", name), RESULTS / machine / name
+    made, kept = ({path.name: path for path in folder.iterdir()} for folder in folders)
+    compared = kept.keys() - {"ladder.json", "report.html"}
+    return made.keys() == {*compared, "ladder.json", "report.html"} and all(
+        made[file].read_bytes() == kept[file].read_bytes() for file in compared
     )
 
 
@@ -399,27 +376,23 @@ def test_a_report_alone_starts_no_process_and_does_not_import_torch():
     assert record.read_bytes() == (RESULTS / EPYC / "speedup/ladder.json").read_bytes()
 
 
-class More(Options):
-    """more"""
-
-    newer: bool = False
-    """an option that runs so far did not have"""
-
-
-class LaterConfig(More, Config):
-    """Options of later code."""
-
-
 @pytest.mark.parametrize(
     ("machine", "arguments"),
-    [(EPYC, "speedup --quick"), ("h200", "modern"), (EPYC, "--ablate speedup10")],
+    [
+        (EPYC, "speedup --quick"),
+        ("h200", "gpu_ms"),
+        ("h200", "modern"),
+        (EPYC, "--ablate speedup10"),
+        ("h200", "--ablate modern/softcap"),
+    ],
 )
-def test_a_stored_ladder_gives_the_same_report_with_later_code(machine, arguments, monkeypatch):
+def test_a_stored_ladder_gives_the_same_report_with_later_code(machine, arguments):
     """Which has one option more, and one less."""
-    name = arguments.replace(" --", "_").replace("--ablate ", "ablate_")
+    name = re.sub("--ablate .*/|--ablate ", "ablate_", arguments).replace(" --", "_")
     path = stored(name, machine)
-    path.write_text(path.read_text().replace('"n_layer"', '"older": false, "n_layer"'))
-    monkeypatch.setattr(records, "Config", LaterConfig)
+    text = path.read_text().replace('"n_layer"', '"older": false, "n_layer"')
+    assert '"dropout": 0.0' in text
+    path.write_text(re.sub(r'"dropout": 0.0,\s*', "", text))
     assert climb(*arguments.split(), "--report_only") == 0
     assert is_the_stored_report(name, machine)
 
@@ -431,38 +404,52 @@ def test_every_file_that_the_results_page_names_exists():
     assert [path for path in named if not (page.parent / path).exists()] == []
 
 
-def test_a_report_alone_has_the_options_and_the_stages_of_the_climb(monkeypatch):
-    found = {"bf16": False, "medium": True, "gpus": 2}
-    options = ["--batch_size", "1", "--betas", "0.8,0.9"]
-    runs = climbed(monkeypatch, found, "speedup", "--nproc_per_node", "2", *OFF, "--", *options)
-    names = ["baseline", "speedup1", "speedup1_medium", "speedup3", "speedup15", "ddp"]
-    for name in names:
-        fake_run(runs[name])
-    monkeypatch.setattr(ladder, "measure_device", None)
-    assert climb("speedup", "--report_only") == 0
-    assert list(results("speedup")) == names
+def test_the_record_has_the_options_and_the_ranks_of_all_stages():
+    words = "speedup --nproc_per_node 2 -- --batch_size 1 --betas 0.8,0.9"
+    found = planned(*words.split(), bf16=False, medium=True, gpus=2)
+    record = Record(stages={name: stage.planned for name, stage in found.items()})
+    before = stages.planned_before(Record.model_validate_json(record.model_dump_json()))
+    assert [stage.name for stage in before] == [*found]
+    assert {"speedup1_medium", "ddp"} < found.keys()
+    for was, stage in zip(before, found.values(), strict=True):
+        assert (was.config, was.ranks) == (stage.config, stage.ranks)
 
 
-def test_a_report_alone_of_an_ablation_has_the_options_of_the_climb(monkeypatch):
-    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(bf16=False))
-    monkeypatch.setattr(ladder, "interleave_stages", fake_interleaving)
-    assert climb("--ablate", "speedup3", "--", "--batch_size=1") == 0
-    assert Path("logs/ablate_speedup3/worth.svg").is_file()
-    monkeypatch.setattr(ladder, "measure_device", None)
-    Path("logs/ablate_speedup3/results.csv").unlink()
-    assert climb("--ablate", "speedup3", "--report_only") == 0
-    assert {name: row["first"] for name, row in results("ablate_speedup3").items()} == {
-        "tie_weights": "1.5",
-        "tf32": "2.5",
-        "fp16": "3.5",
+def test_an_ablation_switches_each_optimization_on_first_and_on_last():
+    (whole,) = plan("speedup3", options=["--batch_size=1"], bf16=False)
+    pairs, record = stages.ablated_speeds(whole), Record(folder=Path("logs/ablate_speedup3"))
+    on = {
+        name: [
+            [stage.base.config.optimizations_on(), stage.config.optimizations_on()]
+            for stage in both
+        ]
+        for name, both in pairs.items()
     }
+    all_on = ["tie_weights", "tf32", "fp16"]
+    assert on == {
+        name: [[[], [name]], [[other for other in all_on if other != name], all_on]]
+        for name in all_on
+    }
+    for i, both in enumerate(pairs.values()):
+        fake_comparison(record, both[0], 1.5 + i)
+    fake_comparison(record, pairs["tf32"][1], 1.1, date="2026-11-24", device="NVIDIA H200")
+    record.stages["all"] = whole.planned
+    record.save()
+    assert climb("--ablate", "speedup3", "--report_only") == 0
+    rows = results("ablate_speedup3")
+    assert {name: row["first"] for name, row in rows.items()} == dict(
+        zip(all_on, ("1.5", "2.5", "3.5"), strict=True)
+    )
+    assert (rows["tf32"]["memory_mb_with"], rows["fp16"]["last"]) == ("11.0", "")
+    picture = Path("logs/ablate_speedup3/worth.svg").read_text()
+    assert "NVIDIA H200; any, 2026-11-24<" in picture
 
 
 # ---- interleaved runs
 
 
-@pytest.mark.usefixtures("rungs", "forked")
-def test_each_rung_runs_once_and_is_interleaved_once_with_its_base():
+@pytest.mark.usefixtures("configs", "forked")
+def test_each_stage_runs_once_and_is_interleaved_once_with_its_base():
     Path("tied.yaml").write_text("base: flash.yaml\ntie_weights: true\n")
     command = ["plain.yaml", "flash.yaml", "tied.yaml", "--rounds", "6"]
     assert climb(*command) == 0
@@ -494,38 +481,31 @@ def test_each_rung_runs_once_and_is_interleaved_once_with_its_base():
     written = (LADDER / "report.md").read_bytes()
     assert climb("--report_only", *command) == 0
     assert (LADDER / "report.md").read_bytes() == written
-    assert plan("plain.yaml", "flash.yaml")[1].comparison
-    assert not plan("plain.yaml", "flash.yaml", of_runs=["--lr=2e-3"])[1].comparison
-    flash = plan("plain.yaml", "flash.yaml")[1]
-    flash.ranks = 2
-    assert not flash.comparison
+    for options, ranks, is_known in (([], 1, True), (["--lr=2e-3"], 1, False), ([], 2, False)):
+        flash = stages.with_bases(stages.plan(command[:2], options, Device(), ranks))[1]
+        assert bool(look_up(record, flash).comparison) == is_known
 
 
 @pytest.mark.parametrize(("memory", "fits"), [(250, True), (249, False), (None, True)])
-def test_sides_that_have_no_room_together_free_memory_after_their_turns(memory, fits, monkeypatch):
-    """And nothing else: a rung may be the retention of freed memory itself."""
-    ran = Mock(side_effect=SideError("side: x"))
-    monkeypatch.setattr(climbing, "run_rounds", ran)
-    found = finished("baseline", "speedup1")
-    for stage in found:
-        stage.finished.summary.peak_memory_mb = 100
-    without_runs = plan("baseline", "speedup1", folder="without/runs")
-    for stages_of, has_room in ((found, fits), (without_runs, memory is None)):
-        climbing.interleave_stages(stages_of[1:], 6, Device(memory_mb=memory))
-        given = [
-            {*side.environment} - {"PYTHONPATH", "PYTHONSAFEPATH"} for side in ran.call_args.args[0]
-        ]
+def test_sides_that_have_no_room_together_free_memory_after_their_turns(memory, fits):
+    """And nothing else: a stage may be the retention of freed memory itself."""
+    record, pair = finished("baseline", "speedup1")
+    for finished_run in record.runs.values():
+        finished_run.summary.peak_memory_mb = 100
+    for known, has_room in ((record, fits), (Record(), memory is None)):
+        sides = climbing.sides_of(known, pair, Device(memory_mb=memory))
+        given = [{*side.environment} - {"PYTHONPATH", "PYTHONSAFEPATH"} for side in sides]
         assert given == [set() if has_room else {"FREES_CACHE"}] * 2
 
 
-@pytest.mark.usefixtures("rungs")
-def test_a_side_that_fails_is_reported_and_so_is_the_rest(monkeypatch, capsys):
-    monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: [*map(fake_run, stages)])
-    failing = Mock(side_effect=SideError("side: out of memory"))
-    monkeypatch.setattr(climbing, "run_rounds", failing)
-    assert climb("plain.yaml", "flash.yaml", "--rounds", "6") == 1
-    assert "failed: flash: side: out of memory" in capsys.readouterr().out
+@pytest.mark.usefixtures("configs", "forked")
+def test_a_side_that_fails_is_reported_and_so_is_the_rest():
+    record, found = finished("plain.yaml", "flash.yaml", options=["--data_dir=nowhere"])
+    climbing.interleave_stages(record, found[1:], 6, Device())
+    assert record.failures[0].startswith("failed: flash: plain: ")
+    ladder_report.report_speeds("ladder", record, found)
     assert list(results()) == ["plain", "flash"]
+    assert record.failures[0] in (LADDER / "report.md").read_text()
 
 
 # ---- bases and published figures
@@ -564,15 +544,17 @@ def test_a_stage_changes_neither_the_batch_nor_a_learning_rate_beside_anything_e
 
 
 def test_runs_of_two_machines_have_no_ratio():
-    found = finished("baseline", "speedup1", "speedup2")
-    found[1].record.runs["speedup1"].summary.machine = "another"
-    baseline, other, again = ladder_report.rows_of(found)
-    assert (baseline["over_first"], again["over_first"]) == (Estimate(1.0), Estimate(1.0))
-    assert (other["over_base"], other["over_first"], again["over_base"]) == (None, None, None)
+    record, found = finished("baseline", "speedup1", "speedup2")
+    record.runs["speedup1"].summary.machine = "another"
+    same = Estimate(1.0)
+    assert [*figures(record, found, "over_first").values()] == [same, None, same]
+    assert [*figures(record, found, "over_base").values()] == [same, None, None]
 
 
 def test_a_config_is_not_compared_with_itself():
-    assert not climbing.is_to_be_compared(plan("speedup1", "speedup1")[1], True, Device())
+    found = plan("speedup1", "speedup1", "speedup2")
+    is_to_be = [climbing.is_to_be_compared(Record(), stage, Device(), True) for stage in found]
+    assert is_to_be == [False, False, True]
 
 
 def across(factors, *machines):
@@ -604,59 +586,36 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "cannot be read: No such file or directory; --across takes folders of ladders"),
-        ("", "not the table of a ladder: has no column base"),
-        ("a,b\n1,2\n", "not the table of a ladder: has no column base"),
+        (None, "not the table of a ladder (FileNotFoundError"),
+        ("a,b\n1,2\n", "not the table of a ladder (KeyError: 'stage'"),
         (FACTORS, "has no stage with a base, so no factor"),
         (f"{FACTORS}b,a,fast,,,\n", "not the table of a ladder (ValueError: could not convert"),
-        (f"{FACTORS}b,a,0,,,\n", "not the table of a ladder (ValueError: bad row of b)"),
-        (f"{FACTORS}b,a,2.0,-1,3,\n", "not the table of a ladder (ValueError: bad row of b)"),
-        (f"{FACTORS}b,a,nan,,,\n", "not the table of a ladder (ValueError: bad row of b)"),
-        (f"{FACTORS}b\n", "not the table of a ladder (ValueError: bad row of b)"),
-        (f"{FACTORS}b,a,\xff\n".encode("latin-1"), "not the table of a ladder (UnicodeDecode"),
-        (f'{FACTORS}b,"a\n', "not the table of a ladder (Error: unexpected end of data"),
     ],
 )
 def test_a_bad_table_beside_others_is_one_line(content, reason):
     Path("m/speedup").mkdir(parents=True)
     if content is not None:
-        content = content if isinstance(content, bytes) else content.encode()
-        Path("m/speedup/results.csv").write_bytes(content)
+        Path("m/speedup/results.csv").write_text(content)
     with refused(rf"^m/speedup/results\.csv: {re.escape(reason)}"):
         climb("--across", "m/speedup")
 
 
-def test_pictures_of_factors_name_gpus_machines_and_days():
-    rungs = stages.ablated(plan("speedup2")[0])
-    fake_comparison(rungs["tf32"][0], 1.1, date="2026-11-24", device="NVIDIA H200")
-    ladder_report.report_ablation("speedup2", rungs)
-    picture = (rungs["tf32"][0].record.folder / "worth.svg").read_text()
-    assert ">NVIDIA H200; any, 2026-11-24<" in picture
-
-
-def bases_of(found):
-    return {stage.name: stage.base.name for stage in found if stage.base}
-
-
-def figures(found, column):
-    """A column of a ladder's table, by stage."""
-    return {row["stage"]: row[column] for row in ladder_report.rows_of(found)}
-
-
 def test_published_figures_are_those_of_the_logs():
-    with open(stages.PUBLISHED, newline="") as file:
+    with open(published.PUBLISHED, newline="") as file:
         rows = {row["config"]: row for row in csv.DictReader(file)}
     logs = {row["log"] for row in rows.values() if row["log"]}
-    known = {path.name for path in stages.REFERENCE.glob("*_*.csv")} - {"gpu_ms.csv"}
+    known = {path.name for path in published.REFERENCE.glob("*_*.csv")} - {"gpu_ms.csv"}
     assert logs == known, "every published log belongs to a config"
     speeds = {row["tokens_per_sec"] for name, row in rows.items() if name.startswith("a100/opt")}
     for name, row in rows.items():
         assert (CONFIG_DIR / f"{name}.yaml").is_file()
         if row["log"] and row["device"]:
             for column, figure in (("dt_ms", "ms_per_step"), ("tokens_per_sec",) * 2):
-                assert float(row[figure]) == stages.median_of(stages.REFERENCE / row["log"], column)
+                assert float(row[figure]) == published.median_of(
+                    published.REFERENCE / row["log"], column
+                )
         if name.startswith("gpu_ms/"):
-            listed = (stages.REFERENCE / "gpu_ms.csv").read_text()
+            listed = (published.REFERENCE / "gpu_ms.csv").read_text()
             assert f"{name[7:]},{float(row['ms_per_step']):g}\n" in listed
         # the a100 stage and the timing with the same optimizations
         assert row["a100_tokens_per_sec"] in {"", *speeds}
@@ -668,12 +627,11 @@ def test_the_series_of_ones_own_in_the_docs_is_climbed_and_compared_with_its_log
     subprocess.run(["bash", "-c", textwrap.dedent(block)], check=True)
     rows = "".join(f"{step},6.5,,,100,1000\n" for step in range(1, 51))
     Path("configs/mine/clipped.csv").write_text(HEADER + rows)
-    found = finished("configs/mine")
-    assert found[0].record.folder == Path("logs/mine")
+    assert ladder.folder_of(options_of("configs/mine")[0]) == Path("logs/mine")
+    record, found = finished("configs/mine")
     assert bases_of(found) == {"faster": "start", "clipped": "faster"}
-    rows = ladder_report.rows_of(found)
-    assert [row["loss_difference"] for row in rows] == [None, None, 0.5]
-    assert rows[-1]["published_tokens_per_sec"] == 1000
+    assert [*figures(record, found, "loss_difference").values()] == [None, None, 0.5]
+    assert figures(record, found, "published_tokens_per_sec")["clipped"] == 1000
 
 
 def own_series(**published):
@@ -690,16 +648,16 @@ def own_series(**published):
 def test_one_row_with_a_speed_is_what_was_published(capsys):
     rows = {"a": "device,ms_per_step\nRTX 3090,20\n", "b": "device,ms_per_step\nRTX 3090,16\n"}
     series = own_series(**rows)
-    found = finished(series)
-    assert figures(found, "published_over_base") == {"a": None, "b": 20 / 16}
+    record, found = finished(series)
+    assert figures(record, found, "published_over_base") == {"a": None, "b": 20 / 16}
     assert found[0].published.device == "RTX 3090"
-    ladder_report.report("ladder", found)
+    ladder_report.report_speeds("ladder", record, found)
     assert "published losses" not in capsys.readouterr().out
-    ladder_report.report("ladder", finished(series, of_runs=["--n_layer=1"]))
+    ladder_report.report_speeds("ladder", *finished(series, options=["--n_layer=1"]))
     said = "published losses and times of a, b are left out: those runs were made without --n_layer"
     assert f"note: the {said}=1\n" in capsys.readouterr().out
-    other = own_series(**rows | {"b": "device,tokens_per_sec\nA100,9\n"})
-    assert figures(finished(other), "published_over_base") == {"a": None, "b": None}
+    other = finished(own_series(**rows | {"b": "device,tokens_per_sec\nA100,9\n"}))
+    assert figures(*other, "published_over_base") == {"a": None, "b": None}
 
 
 def test_a_published_log_that_is_too_short_is_noted_and_another_table_is_refused(capsys):
@@ -723,45 +681,40 @@ def test_only_a_run_of_the_published_settings_is_compared_with_the_published_one
     named = [str(ROOT / "configs/mps/cuda_bf16.yaml"), "speedup6.yaml", "speedup1", "speedup1"]
     compared = [stage.published.log for stage in plan(*named, "./speedup7.yaml")]
     assert [log and log.stem for log in compared] == ["cuda_bf16", "rtx3080_speedup6", *3 * [None]]
-    assert not any(stage.published.log for stage in plan("speedup", of_runs=["--n_layer", "2"]))
-    found = plan("speedup", of_runs=["--max_steps", "20", "--bf16"])
+    assert not any(stage.published.log for stage in plan("speedup", options=["--n_layer", "2"]))
+    found = plan("speedup", options=["--max_steps", "20", "--bf16"])
     logs = {stage.published.log.stem for stage in found if stage.published.log}
     assert logs >= {"rtx3080_baseline", "rtx3080_speedup8"}
     assert "rtx3080_speedup9" not in logs, "a shorter cosine is another schedule"
 
 
-def test_the_difference_of_two_curves_is_over_steps_11_to_50(monkeypatch):
-    (stage,) = finished("baseline")  # its losses are 6.0, up to step 50
-    for losses, difference in (
-        ({s: 9.0 if s < 11 else 6.5 if s % 2 else 5.75 for s in range(1, 31)}, 0.375),
-        ({1: 1.0}, None),
-    ):
-        rows = {"step": [*losses], "loss": [*losses.values()]}
-        monkeypatch.setattr(ladder_report, "read_columns", lambda _, rows=rows: rows)
-        assert ladder_report.published_difference(stage, stage.finished) == difference
+def test_the_difference_of_two_curves_is_over_steps_11_to_50():
+    ours = dict.fromkeys(range(1, 51), 6.0)
+    theirs = {s: 9.0 if s < 11 else 6.5 if s % 2 else 5.75 for s in range(1, 31)}
+    assert ladder_report.mean_difference(ours, theirs) == 0.375
+    assert ladder_report.mean_difference(ours, {1: 1.0, 51: 1.0}) is None
 
 
-def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_not(tmp_path):
-    (tied,) = ladder_report.rows_of(finished("speedup2", folder=tmp_path))
-    assert tied["loss_difference"] is None, "its note is not the run that was logged"
-    found = finished("as_logged", folder=tmp_path)
-    rows = ladder_report.rows_of(found)
-    assert all(row["loss_difference"] for row in rows)
-    assert all(row["published_tokens_per_sec"] is None for row in rows)
-    ladder_report.report("as_logged", found)
-    assert (tmp_path / "as_logged/loss.svg").is_file()
-    assert (tmp_path / "as_logged/report.html").read_text().count('"published": true') == 3
-    (baseline,) = ladder_report.rows_of(finished("baseline", folder=tmp_path))
-    assert baseline["published_tokens_per_sec"] == pytest.approx(11_570, rel=0.01)
+def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_not():
+    difference = figures(*finished("speedup2"), "loss_difference")
+    assert difference == {"speedup2": None}, "its note is not the run that was logged"
+    record, found = finished("as_logged")
+    assert all(figures(record, found, "loss_difference").values())
+    assert not any(figures(record, found, "published_tokens_per_sec").values())
+    ladder_report.report_speeds("as_logged", record, found)
+    assert (LADDER / "loss.svg").is_file()
+    assert (LADDER / "report.html").read_text().count('"published": true') == 3
+    (speed,) = figures(*finished("baseline"), "published_tokens_per_sec").values()
+    assert speed == pytest.approx(11_570, rel=0.01)
 
 
 def test_each_series_knows_its_logs_and_the_factors_of_published_times_that_can_be_used():
     factors = {}
     for series, logs in SERIES.items():
-        found = finished(series)
+        record, found = finished(series)
         assert found[0].base is None
         assert len({stage.published.log for stage in found} - {None}) == logs
-        factors[series] = figures(found, "published_over_base")
+        factors[series] = figures(record, found, "published_over_base")
     assert factors["gpu_ms"]["tf32"] == pytest.approx(1000 / 333)
     assert factors["a100"]["opt2_bf16"] == pytest.approx(40_214 / 34_541, rel=1e-3)
     assert factors["a100"]["opt3"] == pytest.approx(104_613 / 40_214, rel=1e-3)
@@ -772,15 +725,17 @@ def test_each_series_knows_its_logs_and_the_factors_of_published_times_that_can_
 
 
 def test_a_factor_of_an_a100_is_of_the_same_steps():
-    over_base = figures(finished("speedup"), "a100_over_base")
-    some = figures(finished("speedup1", "speedup3_bf16"), "a100_over_base")["speedup3_bf16"]
+    def a100(*configs):
+        return figures(*finished(*configs), "a100_over_base")
+
+    over_base = a100("speedup")
+    some = a100("speedup1", "speedup3_bf16")["speedup3_bf16"]
     assert some == pytest.approx(over_base["speedup2"] * over_base["speedup3_bf16"])
     assert over_base["speedup6_flash"] == pytest.approx(145_842 / 104_613)
     assert over_base["speedup6"] is None
-    both = figures(finished("speedup5", "speedup6"), "a100_over_base")
-    assert both["speedup6"] is None, "published at one batch, and this stage has twice its base's"
-    other = figures(finished("a100/baseline", "speedup2"), "a100_over_base")
-    assert other["speedup2"] is None
+    both = a100("speedup5", "speedup6")["speedup6"]
+    assert both is None, "published at one batch, and this stage has twice its base's"
+    assert a100("a100/baseline", "speedup2")["speedup2"] is None
 
 
 # ---- machines
@@ -794,22 +749,19 @@ def test_a_step_takes_twice_as_long_as_its_operations_at_the_matmul_rate():
     assert device.step_seconds(config) == pytest.approx(4 * 1024 * per_token, rel=2e-3)
 
 
-def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32(monkeypatch):
-    found = {"name": "Tesla T4", "bf16": False}
-    runs = climbed(monkeypatch, found, "speedup", "--stages", "2,3_bf16,15", *OFF)
-    kinds = {name: (run.config.bf16, run.config.fp16) for name, run in runs.items()}
-    assert kinds["speedup2"] == (False, False)
+def test_a_gpu_without_bf16_climbs_with_fp16_and_with_muon_in_fp32():
+    t4 = {"name": "Tesla T4", "bf16": False}
+    some = planned("speedup", "--stages", "2,3_bf16,15", **t4)
+    kinds = {name: (stage.config.bf16, stage.config.fp16) for name, stage in some.items()}
+    assert kinds["speedup2"] == kinds["speedup15"] == (False, False)
     assert kinds["speedup3_bf16"] == (False, True)
-    assert kinds["speedup15"] == (False, False)
-    assert "--fp16" in runs["speedup3_bf16"].command
-    runs = climbed(monkeypatch, found | {"gpus": 2}, "speedup", "--nproc_per_node", "2", *OFF)
-    assert "ddp" in runs
-    assert not any(run.config.bf16 for run in runs.values())
-    slow = finished("speedup2", "speedup3_bf16", "speedup4", bf16=False)
-    assert [*figures(slow, "in_place_of_added_bf16").values()] == ["", "fp16", ""]
-    both = finished("speedup2", "speedup3", "speedup4", bf16=False)  # as older ladders have it
-    assert [*figures(both, "in_place_of_added_bf16").values()] == ["", "fp16", ""]
-    ladder_report.report("ladder", slow)
+    assert "--fp16" in some["speedup3_bf16"].command(LADDER)
+    assert not any(stage.config.bf16 for stage in planned("speedup", **t4, gpus=2).values())
+    for added in ("speedup3", "speedup3_bf16"):  # older ladders have the first
+        record, found = finished("speedup2", added, "speedup4", bf16=False)
+        instead = figures(record, found, "in_place_of_added_bf16")
+        assert [*instead.values()] == ["", "fp16", ""]
+    ladder_report.report_speeds("ladder", record, found)
     for name in ("report.md", "report.html"):
         text = (LADDER / name).read_text()
         assert "In place of bf16: speedup3_bf16 fp16, speedup4 fp16." in text
@@ -824,101 +776,89 @@ def test_speedup_climbs_medium_where_it_has_an_effect():
     assert {(stage.config.max_steps, *stage.config.notes()) for stage in found} == {(50,)}
 
 
-def test_a_cpu_slow_in_bf16_leaves_out_its_rungs_and_runs_the_rest_in_fp32(capsys):
-    found = plan("cpu", name="a CPU", slow_bf16=True)
+def test_a_cpu_slow_in_bf16_leaves_out_its_stages_and_runs_the_rest_in_fp32(capsys):
+    slow = {"name": "a CPU", "slow_bf16": True}
+    found = plan("cpu", **slow)
     assert [stage.name for stage in found[:4]] == ["plain", "retain_memory", "compile", "flash"]
     assert not any(stage.config.bf16 for stage in found)
     assert capsys.readouterr().out == "".join(
         f"note: {name} is left out: a CPU gains nothing from it\n" for name in ("medium", "bf16")
     )
-    wanted = plan("cpu", name="a CPU", slow_bf16=True, medium=True, of_runs=["--bf16"])
+    wanted = plan("cpu", **slow, medium=True, options=["--bf16"])
     assert [stage.name for stage in wanted[2:5]] == ["medium", "bf16", "compile"]
     assert wanted[3].config.bf16
-    Path("mine").mkdir()
-    Path("mine/a.yaml").write_text("seed: 2")
-    Path("mine/b.yaml").write_text("{base: a.yaml, bf16: yes}")
-    assert [stage.name for stage in plan("mine", name="a CPU", slow_bf16=True)] == ["a"]
-
-
-def test_configs_that_are_each_others_base_are_one_error_line():
-    Path("mine").mkdir()
-    Path("mine/a.yaml").write_text("base: b.yaml")
-    Path("mine/b.yaml").write_text("base: a.yaml")
-    with refused(r"circular base: b\.yaml -> a\.yaml"):
-        climb("mine")
 
 
 def test_several_runs_have_a_gpu_each_of_those_that_the_user_has_chosen(monkeypatch):
-    started = []
+    def gpus(count):
+        return [share.get("CUDA_VISIBLE_DEVICES") for share in climbing.shares_of_machine(count)]
 
-    def start_process(command, environment):
-        started.append(environment["CUDA_VISIBLE_DEVICES"])
-        return Mock(wait=lambda: 0), io.StringIO()
-
-    monkeypatch.setattr(climbing, "start_process", start_process)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    climbing.run_commands([["a"], ["b"]])
+    assert (gpus(1), gpus(2)) == ([None], ["0", "1"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-7")
-    climbing.run_commands([["a"], ["b"]])
-    assert started == ["0", "1", "2", "GPU-7"]
+    assert gpus(3) == ["2", "GPU-7", "2"]
 
 
-def test_some_stages_are_climbed_by_their_numbers_over_the_first(monkeypatch):
-    runs = climbed(monkeypatch, {}, "a100", "--stages", "3,1,opt8", *OFF)
-    assert bases_of([*runs.values()]) == {"opt1": "baseline", "opt3": "opt1", "opt8": "opt3"}
-    files = [runs[name].file for name in ("opt3", "opt1")]
+def test_some_stages_are_climbed_by_their_numbers_over_the_first():
+    found = planned("a100", "--stages", "3,1,opt8")
+    assert bases_of([*found.values()]) == {"opt1": "baseline", "opt3": "opt1", "opt8": "opt3"}
+    files = [found[name].file for name in ("opt3", "opt1")]
     assert card_of("opt3", *files).title == "torch.compile, and all before it"
     with refused(r"--stages 99: no such stage; there are baseline, 0, 1,"):
-        climb("a100", "--stages", "99", *OFF)
+        planned("a100", "--stages", "99")
 
 
 def test_a_gpu_searches_for_kernels_once_per_size_of_matmuls(capsys):
     gpu = Device(gpus=1, tflops={"float32": 50.0})
     for options, text in (([], "34 minutes"), (["--compile_mode=default"], "7 minutes")):
-        climbing.announce(stages.plan(["speedup"], Record(), options, gpu), [], 0, gpu)
+        climbing.announce(stages.plan(["speedup"], options, gpu), [], 0, gpu)
         assert f"takes about {text}" in capsys.readouterr().out
 
 
-def test_the_quick_ladder_is_of_a_small_model_and_has_a_rung_of_noise(monkeypatch, capsys):
-    found = {"tflops": {"float32": 0.2, "bfloat16": 0.4}}
-    runs = climbed(monkeypatch, found, "speedup", "--quick", "--", "--lr", "0.5")
-    assert [*runs][:3] == ["baseline", "baseline_again", "speedup1"]
-    assert runs["speedup10"].base is runs["speedup8"]
-    first, again = (runs[name].config for name in ("baseline", "baseline_again"))
+def test_the_quick_ladder_is_of_a_small_model_and_has_a_stage_of_noise():
+    found = planned("speedup", "--quick", "--", "--lr", "0.5")
+    assert [*found][:3] == ["baseline", "baseline_again", "speedup1"]
+    assert found["speedup10"].base is found["speedup8"]
+    first, again = (found[name].config for name in ("baseline", "baseline_again"))
     assert again.seed != first.seed
     assert again.model_copy(update={"seed": first.seed}) == first
-    for config in (stage.config for stage in runs.values()):
-        assert (config.n_embd, config.lr) == (256, 0.5)
+    shapes = {name: (s.config.batch_size, s.config.seq_len) for name, s in found.items()}
+    for config in (stage.config for stage in found.values()):
+        assert (config.n_embd, config.lr) == (128, 0.5)
         assert (config.dataset, config.compile_mode) == ("pydocs", "default")
-    shapes = {name: (run.config.batch_size, run.config.seq_len) for name, run in runs.items()}
-    longer = ["speedup13", "speedup15"]
-    assert [shapes.pop(name) for name in longer] == [(2, 512)] * 2
-    assert {*shapes.values()} == {(4, 256)}, "a larger batch would be credited to a stage"
+    assert [shapes.pop(name) for name in ("speedup13", "speedup15")] == [(2, 256)] * 2
+    assert {*shapes.values()} == {(4, 128)}, "a larger batch would be credited to a stage"
     assert {"speedup3_bf16", "speedup6_flash"} < {*shapes}
-    assert "shorter: fewer --rounds" in capsys.readouterr().out
-    assert runs["speedup6_flash"].record.folder == Path("logs/speedup_quick")
 
 
 def test_the_pages_of_a_small_model_name_what_ran():
     stored("speedup_quick")
     assert climb("speedup", "--quick", "--report_only") == 0
-    for name in ("report.md", "report.html"):
-        text = Path("logs/speedup_quick", name).read_text()
-        assert "The quick speedup ladder, with a small model" in text
-        assert "4 layers, width 256, context 256, batch 2, 512 tokens a step, 10 steps, co" in text
-        assert "GPT-2 (124M)" not in text
-    assert "A context of 512 tokens" in text
-    assert "seq_len: 512  # in the YAML 2048" in text
-    assert "max_steps: 10  # in the YAML 50" in text
-    found = plan("speedup2", "speedup3", of_runs=["--batch_size=1"])
-    assert card_of_stage(found[1]).title == "bf16 autocast", "both had a batch of 1"
-    assert card_of_stage(plan("speedup2", "speedup3")[1]).title == "bf16 autocast, and a batch of 3"
-    (small,) = plan("baseline", of_runs=["--batch_size=4", "--n_layer=3", "--n_embd=48"])
-    # the YAML's batch_size of 2 is not the 2 in the model's name
-    assert card_of_stage(small).title == "GPT-2 (3 layers, width 48) in plain fp32"
-    (whole,) = finished("baseline")
-    ladder_report.report("ladder", [whole])
-    assert "GPT-2 (124M) in plain fp32" in (LADDER / "report.html").read_text()
+    text = Path("logs/speedup_quick/report.html").read_text()
+    for part in (
+        "The quick speedup ladder, with a small model",
+        "4 layers, width 256, context 256, batch 2, 512 tokens a step, 10 steps, co",
+        "A context of 512 tokens",
+        "seq_len: 512  # in the YAML 2048",
+        "max_steps: 10  # in the YAML 50",
+    ):
+        assert part in text
+    assert "GPT-2 (124M)" not in text
+
+
+@pytest.mark.parametrize(
+    ("configs", "options", "title"),
+    [
+        ("speedup2 speedup3", "--batch_size=1", "bf16 autocast"),  # both had a batch of 1
+        ("speedup2 speedup3", "", "bf16 autocast, and a batch of 3"),
+        # the YAML's batch_size of 2 is not the 2 in the model's name
+        ("baseline", "--batch_size=4 --n_layer=3", "GPT-2 (3 layers, width 768) in plain fp32"),
+        ("baseline", "", "GPT-2 (124M) in plain fp32"),
+    ],
+)
+def test_a_card_has_the_title_of_what_ran(configs, options, title):
+    *_, stage = plan(*configs.split(), options=options.split())
+    assert card_of_stage(stage).title == title
 
 
 def rates_of(fp32, bf16=None, fp16=None):
@@ -926,60 +866,49 @@ def rates_of(fp32, bf16=None, fp16=None):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "layers", "batches"),
+    ("device", "width", "layers", "batches"),
     [
-        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 12, 16),  # H100
-        ({"memory_mb": 24_000, "tflops": rates_of(50.0, 100.0)}, 12, 5),  # RTX 4090
-        ({"memory_mb": 15_000, "tflops": rates_of(4.5, 0.5, 25.0), "bf16": False}, 12, 2),  # T4
-        ({"memory_mb": 8_000, "tflops": rates_of(10.0)}, 4, 2),
-        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0), "gpus": 0}, 4, 2),
+        # otherwise launches would take all the time of a GPU's step
+        ({"gpus": 1, "memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 768, 12, 16),  # H100
+        ({"gpus": 1, "memory_mb": 24_000, "tflops": rates_of(50.0, 100.0)}, 768, 12, 5),
+        (
+            {"gpus": 1, "memory_mb": 15_000, "tflops": rates_of(4.5, 0.5, 25.0), "bf16": False},
+            768,
+            12,
+            2,
+        ),
+        ({"gpus": 1, "memory_mb": 8_000, "tflops": rates_of(10.0)}, 768, 4, 2),
+        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 768, 4, 2),
+        ({}, 128, 2, 2),
+        ({"tflops": rates_of(0.02)}, 128, 2, 2),
+        ({"tflops": rates_of(0.2, 0.02)}, 128, 2, 2),
+        ({"tflops": rates_of(0.2)}, 256, 4, 2),
     ],
 )
-def test_the_quick_ladder_of_a_gpu_has_all_layers_and_the_batches_that_fit(gpu, layers, batches):
-    """Otherwise launches would take all the time of a step."""
-    device = Device(**{"gpus": 1} | gpu)
-    found = {s.name: s.config for s in quick.quick_stages(Record(), [], device)}
-    assert {config.n_layer for config in found.values()} == {layers}
-    shapes = {"baseline": (2, 1024), "speedup6_flash": (2, 1024), "speedup13": (1, 2048)}
-    for name, (batch_size, seq_len) in shapes.items():
-        assert (found[name].batch_size, found[name].seq_len) == (batches * batch_size, seq_len)
+def test_the_quick_ladders_model_is_the_largest_that_suits_the_machine(
+    device, width, layers, batches
+):
+    size = quick.size_for(Device(**device))
+    assert (size.n_embd, size.n_layer, size.batches) == (width, layers, batches)
+    again = ladder.planned(options_of("speedup", "--quick")[0], size, [], Device())
+    assert again[0].config.n_embd == width, "it stays once it is begun"
+    tokens = {stage.tokens_per_step for stage in again}
+    assert tokens == {quick.TOKENS * batches // size.shorter}
 
 
-def test_the_quick_ladders_model_suits_the_machine_but_stays_once_it_is_begun():
-    for rates, n_embd in (
-        ({}, 128),
-        (rates_of(0.02), 128),
-        (rates_of(0.2, 0.02), 128),
-        (rates_of(0.2), 256),
-        (rates_of(20.0), 768),
-    ):
-        first = quick.quick_stages(Record(), [], Device(tflops=rates))[0]
-        assert first.config.n_embd == n_embd
-    assert quick.quick_stages(first.record, [], Device())[0].config.n_embd == 768
-
-
-def climbed(monkeypatch, found, *arguments):
-    """The stages that a ladder would run on a machine of which `found` is known."""
-    runs = []
-    monkeypatch.setattr(ladder, "measure_device", lambda _: Device(**found))
-    monkeypatch.setattr(ladder, "run_stages", lambda _, stages, *__: runs.extend(stages))
-    with refused("no finished stage"):
-        climb(*arguments)
-    return {stage.name: stage for stage in runs}
-
-
-def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus(monkeypatch):
+def test_ddp_ends_the_speedup_ladder_where_there_are_gpus_and_its_corpus():
     for gpus in (1, 2):
-        assert "ddp" not in climbed(monkeypatch, {"gpus": gpus}, "speedup")
-    asked = climbed(monkeypatch, {}, "speedup", "--nproc_per_node", "2")
+        assert "ddp" not in planned("speedup", gpus=gpus)
+    command = ("speedup", "--nproc_per_node", "2")
+    asked = planned(*command)
     assert (asked["ddp"].ranks, asked["baseline"].ranks) == (2, 1)
-    chosen = ("speedup", "--nproc_per_node", "2", "--stages")
-    assert "ddp" not in climbed(monkeypatch, {}, *chosen, "2")
-    assert [*climbed(monkeypatch, {}, *chosen, "ddp", *OFF)] == ["baseline", "ddp"]
+    assert "ddp" not in planned(*command, "--stages", "2")
+    assert [*planned(*command, "--stages", "ddp")] == ["baseline", "ddp"]
     assert asked["ddp"].published.tokens_per_sec == 211_646
     Path("data/fineweb").mkdir(parents=True)
     Path("data/fineweb/fineweb_train_000000.bin").touch()
-    assert "ddp" in climbed(monkeypatch, {"gpus": 2}, "speedup")
+    assert "ddp" in planned("speedup", gpus=2)
+    assert planned("a100", "--nproc_per_node", "2")["opt8"].ranks == 2
 
 
 def test_what_a_machine_is_asked_before_a_ladder_is_answered(forked_processes, capsys):
@@ -1000,7 +929,9 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
     Path("a$b$").mkdir()
     Path("a$b$/log.csv").write_text(f"{HEADER}1,5.0,0.1,1.0,10,9\n2,4.0,0.1,,10,9\n")
     Path("a$b$/eval.csv").write_text("step,val_loss,hellaswag\n0,6.0,\n1,,0.25\n2,4.5,0.3\n")
-    assert climb("--plot", "a$b$") == 0
+    Path("begun").mkdir()
+    Path("begun/log.csv").write_text(HEADER)
+    assert climb("--plot", "a$b$", "begun") == 0
     picture = Path("comparison.svg").read_text()
     ElementTree.fromstring(picture)
     training, validation = re.findall(r'<polyline.* points="(.*?)"', picture)
@@ -1008,9 +939,6 @@ def test_plot_draws_the_losses_of_runs_with_those_of_validation():
     assert places[0][0] < places[1][0], "steps go to the right"
     assert places[0][1] < places[1][1], "a lower loss is drawn lower"
     assert len(places) == len(validation.split()) == 2
-    Path("begun").mkdir()
-    Path("begun/log.csv").write_text(HEADER)
-    assert climb("--plot", "a$b$", "begun") == 0
     Path("a$b$/log.csv").write_text("step,loss,lr\n1,5.0,0.1\n")
     with refused(r"log.csv: has no column norm"):
         climb("--plot", "a$b$")
@@ -1029,35 +957,43 @@ def test_a_terminal_of_80_columns_shows_titles_factors_and_the_total(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("interleaved", "options", "how"),
+    ("configs", "factors", "last"),
     [
-        ("", [], "1.00 times as fast as baseline (the ratio of two single runs)"),
-        ("speedup1", [], "1.00 times as fast as baseline (the ratio of two single runs)"),
-        ("speedup1 speedup2", [], "6.000 (6.000 to 6.000) times as fast as baseline (the product "),
+        (
+            "baseline speedup1 speedup2",
+            {},
+            "1.00 times as fast as baseline (the ratio of two single runs)",
+        ),
+        (
+            "baseline speedup1 speedup2",
+            {"speedup1": 2.0},
+            "1.00 times as fast as baseline (the ratio of two single runs); most: Weight tying, "
+            "2.000 (2.000 to 2.000)",
+        ),
+        (
+            "baseline speedup1 speedup2",
+            {"speedup1": 2.0, "speedup2": 3.0},
+            "6.000 (6.000 to 6.000) times as fast as baseline (the product of the interleaved "
+            "factors); most: TF32, 3.000 (3.000 to 3.000)",
+        ),
+        (
+            "baseline speedup13",
+            {"speedup13": 2.0},
+            "2.000 (2.000 to 2.000) times as fast as baseline (interleaved, at 2,048 and 6,144 "
+            "tokens a step); most: A context of 2048 tokens, and all before it, 2.000 (2.000 to "
+            "2.000)",
+        ),
     ],
 )
 def test_the_last_line_says_how_many_times_as_fast_and_how_that_is_known(
-    interleaved, options, how, capsys
+    configs, factors, last, capsys
 ):
-    found = finished("baseline", "speedup1", "speedup2", of_runs=options)
-    for stage, factor in zip(found[1:], (2.0, 3.0), strict=True):
-        if stage.name in interleaved:
-            fake_comparison(stage, factor)
-    ladder_report.report("ladder", found)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert f"speedup2 trains {how}" in last
-    most = {"": "", "speedup1": "; most: Weight tying, 2.000 (2.000 to 2.000)"}
-    assert last.endswith(most.get(interleaved, "; most: TF32, 3.000 (3.000 to 3.000)"))
-
-
-def test_a_total_over_another_batch_says_so(capsys):
-    first, second = finished("baseline", "speedup13")
-    fake_comparison(second, 2.0)
-    ladder_report.report("ladder", [first, second])
-    said = (
-        "2.000 (2.000 to 2.000) times as fast as baseline (interleaved, at 2,048 and 6,144 tokens"
-    )
-    assert said in capsys.readouterr().out
+    record, found = finished(*configs.split())
+    for stage in found:
+        if stage.name in factors:
+            fake_comparison(record, stage, factors[stage.name])
+    ladder_report.report_speeds("ladder", record, found)
+    assert capsys.readouterr().out.splitlines()[-1] == f"{found[-1].name} trains {last}"
 
 
 def test_a_narrow_terminal_cuts_no_name_and_no_figure(monkeypatch, capsys):

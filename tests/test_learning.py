@@ -1,24 +1,20 @@
-"""What rungs learn: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
+"""Losses of stages: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
 import json
 
 import pytest
 
 from config import load_config
-from measure.ladder import climb as climbing
-from measure.ladder.learning import mean_of, rows_of, shares_of_tokens, steps_to
-from measure.ladder.record import Record
-from measure.ladder.stages import ablated
+from measure.ladder.learning import Learned, compare, mean_of, rows_of, steps_to
+from measure.ladder.record import Device, Record
+from measure.ladder.results import look_up
+from measure.ladder.stages import ablated_losses, with_seeds
 from run.log import read_rows
 from runtime.report import Estimate
 from tests.conftest import TINY, TINY_RUN, refused
-from tests.test_ladder import (
-    climb,
-    fake_run,
-    nothing_is_known_of_this_machine,  # noqa: F401  # applies to each test here too
-    plan,
-    table,
-)
+from tests.test_ladder import climb, fake_run, plan, table
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.fixture
@@ -40,53 +36,55 @@ def test_the_step_of_a_loss_is_on_the_line_between_two_evaluations():
 def test_the_share_of_tokens_is_seed_by_seed_and_none_if_one_never_gets_there():
     first = [{0: 5.0, 10: 4.0}, {0: 5.0, 10: 3.0}]
     ours = [{0: 5.0, 10: 3.0}, {0: 5.0, 10: 1.0}]  # halfway: after 5 steps
-    shares = shares_of_tokens({"half": (ours, first), "never": (first, ours)})
-    assert [*shares] == ["half"]
-    ratio = shares["half"]
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
-    one_seed = shares_of_tokens({"whole": (first[:1], first[:1])})
-    assert one_seed == {"whole": Estimate(1.0)}
-
-
-def fake_losses(run, *losses):
-    fake_run(run)
-    steps = [4 * i for i in range(len(losses))]
-    run.finished.eval |= {"step": steps, "val_loss": [*losses]}
+    cases = {"half": (ours, first), "never": (first, ours), "one": (first[:1], first[:1])}
+    found = compare(
+        [Learned(name, own, [], goal, True, None) for name, (own, goal) in cases.items()]
+    )
+    shares = {name: values["tokens_share"] for name, values in found.items()}
+    assert shares["half"] == Estimate(*3 * [pytest.approx(0.5)])
+    assert (shares["never"], shares["one"].value) == (None, 1.0)
 
 
 def test_a_mean_curve_leaves_out_the_loss_before_the_first_step():
     assert mean_of([{0: 6.0, 4: 5.0}, {0: 7.0, 4: 4.0}]) == {4: 4.5}
 
 
+def fake_losses(record, stage, *losses):
+    fake_run(record, stage)
+    steps = [4 * i for i in range(len(losses))]
+    record.runs[stage.name].eval |= {"step": steps, "val_loss": [*losses]}
+
+
+def results_of(record, seeds):
+    return {stage: [look_up(record, own) for own in of] for stage, of in seeds.items()}
+
+
 @pytest.mark.usefixtures("configs")
 def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
-    rungs = plan("adamw.yaml", "aa.yaml", "muon.yaml")
-    rungs[0].record.seeds = 3
-    seeds = [[run.config.seed for run in stage.runs] for stage in rungs]
-    assert seeds == [[1, 2, 3], [101, 102, 103], [1, 2, 3]]
-    for i, (adamw, aa, muon) in enumerate(zip(*(stage.runs for stage in rungs), strict=True)):
+    record, seeds = Record(), with_seeds(plan("adamw.yaml", "aa.yaml", "muon.yaml"), 3)
+    numbers = [[stage.config.seed for stage in own] for own in seeds.values()]
+    assert numbers == [[1, 2, 3], [101, 102, 103], [1, 2, 3]]
+    for i, (adamw, aa, muon) in enumerate(zip(*seeds.values(), strict=True)):
         noise = 0.01 * i
-        fake_losses(adamw, 6.0, 5.0, 4.0 + noise)
-        fake_losses(aa, 6.0, 5.0, 4.02 - noise)
-        fake_losses(muon, 6.0, 4.0 + noise, 3.0 + noise)
-    adamw, aa, muon = rows_of(rungs)
+        fake_losses(record, adamw, 6.0, 5.0, 4.0 + noise)
+        fake_losses(record, aa, 6.0, 5.0, 4.02 - noise)
+        fake_losses(record, muon, 6.0, 4.0 + noise, 3.0 + noise)
+    adamw, aa, muon = (row.values for row in rows_of(results_of(record, seeds)))
     assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0141", None)
     # its seeds are not paired with the base's: a variance of its own, not the pool's
     assert f"{aa['lower']:.4f}".endswith("0.0000 +- 0.0497 (within noise)")
     assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
     assert muon["time_share"].value == pytest.approx(0.5)  # at the same speed
-    del rungs[2].record.runs["muon_seed_3"]
-    assert [row["stage"] for row in rows_of(rungs)] == ["adamw", "aa"]
+    del record.runs["muon_seed_3"]
+    assert [row.name for row in rows_of(results_of(record, seeds))] == ["adamw", "aa"]
 
 
 @pytest.mark.usefixtures("configs", "forked")
-def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(climbing, "cores", lambda: 2 * climbing.CORES_OF_A_RUN)
+def test_every_stage_is_trained_once_with_every_seed_side_by_side_and_reported(tmp_path, capsys):
     command = ["adamw.yaml", "muon.yaml", "--seeds", "2", "--rounds", "0"]
-    assert climb(*command) == 0
+    two_gpus = Device(name="cpu", gpus=2)
+    assert climb(*command, device=two_gpus) == 0
     assert "== 2 of 4: adamw_seed_1, muon_seed_1\n" in capsys.readouterr().out
     folder = tmp_path / "logs/ladder"
     names = [f"{kind}_seed_{seed}" for kind in ("adamw", "muon") for seed in (1, 2)]
@@ -101,7 +99,7 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     record = Record.load(folder)
     record.runs[names[0]].summary.machine = "another"  # its loss counts
     record.save()
-    assert climb(*command) == 0
+    assert climb(*command, device=two_gpus) == 0
     assert [log.stat().st_mtime_ns for log in logs] == before
     (folder / "results.csv").unlink()
     assert climb("adamw.yaml", "--report_only") == 0
@@ -109,17 +107,6 @@ def test_every_rung_is_trained_once_with_every_seed_side_by_side_and_reported(
     assert [row["lower"] for row in again.values()] == [row["lower"] for row in rows.values()]
     assert rows["muon"]["speed"]
     assert not again["muon"]["speed"], "speeds of two machines have no ratio"
-
-
-@pytest.mark.usefixtures("configs")
-def test_every_seed_of_a_rung_runs_on_as_many_ranks_and_a_run_on_fewer_does_not_count():
-    (stage,) = plan("adamw.yaml")
-    stage.record.seeds, stage.ranks = 2, 2
-    for run in stage.runs:
-        fake_run(run)
-        assert run.finished
-        run.finished.summary.world_size = 1
-        assert not run.finished
 
 
 @pytest.mark.usefixtures("configs", "forked")
@@ -153,8 +140,7 @@ def test_an_ablation_over_seeds_switches_each_optimization_off_and_compares_with
     with refused(f"^logs/ablate_both: no finished stage to report\n{lacks}", lines=2):
         climb("--ablate", "both.yaml", "--report_only", "--seeds", "2")
     (whole,) = plan("both.yaml")
-    whole.record.seeds = 1
-    assert [*ablated(whole)] == ["init", "optimizer", "grad_clip", "aa"]
+    assert [*ablated_losses(whole)] == ["init", "optimizer", "grad_clip", "aa"]
     for name, base in bases.items():
         figures = {key: float(value or 0) for key, value in rows[name].items() if value != name}
         assert figures["lower"] == loss[base] - loss["all_seed_1"]

@@ -13,7 +13,7 @@ import pytest
 from config import load_config
 from measure.ladder.explain import card_of, code_at, explained
 from measure.ladder.report import FIGURES
-from measure.report.report import Figure, curve_of, write_report
+from measure.report.report import Figure, Report, Row, curve_of, write_report
 from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import Estimate, project_files
@@ -63,7 +63,7 @@ def test_every_number_on_the_page_is_that_of_the_results(ladder):
     assert "a &lt;made-up&gt; machine" in page
 
 
-def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder):
+def test_the_view_has_a_row_for_each_stage_with_the_factors_of_the_results(ladder):
     page = (ladder / "report.html").read_text()
     rows = table(ladder / "results.csv")
     shown = re.findall(r'<a class="row" href="#stage-(\w+)">(.*?)</a>', page, re.DOTALL)
@@ -98,8 +98,8 @@ def test_the_view_has_a_row_for_each_rung_with_the_factors_of_the_results(ladder
 
 def test_reports_without_a_ladder_have_the_view_too(tmp_path):
     factor = Estimate(0.5, 0.4, 0.6)
-    rows = [{"side": "ours", "ours_over": Estimate(1.0)}, {"side": "a peer's", "ours_over": factor}]
-    write_report(tmp_path, "Beside peers", SIDES, rows)
+    rows = [Row("ours", {"ours_over": Estimate(1.0)}), Row("a peer's", {"ours_over": factor})]
+    write_report(Report(tmp_path, "Beside peers", SIDES, rows))
     page = (tmp_path / "report.html").read_text()
     assert 'data-figure="ours_over" data-value="0.5" data-low="0.4" data-high="0.6"' in page
     places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
@@ -155,18 +155,18 @@ def test_the_first_line_of_a_yaml_is_its_title(path):
     assert "Code:" not in "".join(why)
 
 
-def rung(stage, base):
+def card(stage, base):
     return card_of(stage, *(find_config(name).resolve() for name in (stage, base)))
 
 
-def test_a_rung_over_an_earlier_stage_is_named_so_unless_what_is_between_costs_no_time():
-    assert rung("speedup6_flash", "speedup5").title == "Flash attention"
-    assert rung("speedup5", "speedup3").title == "torch.compile"
-    assert rung("speedup6", "baseline").title == "A batch of 6, and all before it"
+def test_a_stage_over_an_earlier_one_is_named_so_unless_what_is_between_costs_no_time():
+    assert card("speedup6_flash", "speedup5").title == "Flash attention"
+    assert card("speedup5", "speedup3").title == "torch.compile"
+    assert card("speedup6", "baseline").title == "A batch of 6, and all before it"
 
 
-def test_a_rung_that_changes_two_things_names_both_and_has_the_options_and_code_of_both():
-    both = rung("speedup6", "speedup5_max_autotune")
+def test_a_stage_that_changes_two_things_names_both_and_has_the_options_and_code_of_both():
+    both = card("speedup6", "speedup5_max_autotune")
     assert both.title == "Flash attention, and a batch of 6"
     assert both.yaml == "flash: true\nbatch_size: 6\n"
     assert any("scaled_dot_product_attention" in text for _, _, text in both.code)
@@ -174,7 +174,7 @@ def test_a_rung_that_changes_two_things_names_both_and_has_the_options_and_code_
     assert any(reason.startswith("Published log (RTX 3080)") for reason in both.why)
 
 
-def test_a_config_that_needs_the_options_of_its_ladder_has_a_rung(tmp_path):
+def test_a_config_that_needs_the_options_of_its_ladder_has_a_card(tmp_path):
     (tmp_path / "plain.yaml").write_text("seq_len: 64\n")
     (tmp_path / "own.yaml").write_text("# Half steps.\nbase: plain.yaml\ntotal_batch_tokens: 128\n")
     with pytest.raises(UserError):
@@ -247,7 +247,7 @@ def test_the_view_leads_to_the_cards(tab, ladder):
 
 def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
     curves = [curve_of("NaN, [Infinity]", {1: 5.0, 2: math.nan, 3: math.inf}, 7, {})]
-    write_report(tmp_path, "Curves", SIDES, [{"side": "any"}], curves=curves)
+    write_report(Report(tmp_path, "Curves", SIDES, [Row("any", {})], curves=curves))
     tab.goto((tmp_path / "report.html").as_uri())
     assert tab.locator("#chart canvas").count() == 1
     assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]
@@ -273,27 +273,3 @@ def test_the_picture_of_factors_has_a_bar_for_each_hollow_without_an_interval(la
         260 + 285 * float(row[f"{n}_high"]) / max(highs) for row, n in bars if row.get(f"{n}_high")
     ]
     assert [*map(float, ends)] == pytest.approx(whiskers, abs=0.06)
-
-
-def test_the_picture_of_times_is_of_the_results_and_only_of_ladders_with_one_batch(tmp_path):
-    for ladder, is_drawn in (("gpu_ms", True), ("speedup", False)):
-        (tmp_path / ladder).mkdir()
-        stored = (RESULTS / "h200" / ladder / "ladder.json").read_text()
-        (tmp_path / ladder / "ladder.json").write_text(stored)
-        climb(ladder, "--report_only", "--log_dir", str(tmp_path))
-        assert (tmp_path / ladder / "steps.svg").is_file() == is_drawn
-    picture = (tmp_path / "gpu_ms/steps.svg").read_text()
-    rows = [*table(tmp_path / "gpu_ms/results.csv").values()]
-    times = [float(row["ms_per_step"]) for row in rows]
-    bars = re.findall(r'<rect class="(start|left)" .*? width="([0-9.]+)"', picture)
-    assert [kind for kind, _ in bars] == ["start", *["left"] * (len(rows) - 1)]
-    widths = [float(width) for _, width in bars]
-    assert widths == pytest.approx([400 * ms / times[0] for ms in times], abs=0.06)
-    shown = re.findall(r'class="factor( alone)?" dx="12">([0-9.]+)<', picture)
-    # a factor from single runs is grey
-    assert shown == [
-        ("" if row["over_base_low"] else " alone", f"{float(row['over_base']):.2f}")
-        for row in rows[1:]
-    ]
-    published = re.findall(r'class="soft end"[^>]*>([\d,]+) ms<', picture)
-    assert published == ["1,000", "333", "300", "130", "97", "93", "90"]

@@ -2,19 +2,21 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-import ladder
 from config import load_config
 from measure.ladder import roofline
 from measure.ladder.climb import predict_stages
 from measure.ladder.record import Device, Predictions, Record
+from measure.ladder.results import look_up
 from measure.ladder.roofline import Counter, count, fuse, predict
 from tests.conftest import CPU, ROOT, TINY, TINY_RUN
 from tests.evidence.predict_a100 import describe_hits
-from tests.test_ladder import climb, plan
+from tests.test_ladder import plan
 
 SMALL = TINY | TINY_RUN | {"n_layer": 1}
 FAST = {"float32": 1e9, "bfloat16": 1e9}
@@ -136,57 +138,33 @@ def test_the_precision_medium_is_tf32_on_a_gpu_as_high_is(precision, monkeypatch
 
 
 @pytest.fixture
-def rungs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plain.yaml").write_text(json.dumps(SMALL))
-    (tmp_path / "bf16.yaml").write_text("{base: plain.yaml, bf16: true}")
-    monkeypatch.setattr(ladder, "run_stages", lambda *_, **__: None)
-    return tmp_path / "logs/ladder"
+def configs(in_tmp_path, forked_processes):
+    """plain.yaml and bf16.yaml, which are predicted in processes that have PyTorch."""
+    Path("plain.yaml").write_text(json.dumps(SMALL))
+    Path("bf16.yaml").write_text("{base: plain.yaml, bf16: true}")
 
 
-def predictions(folder):
-    return Record.load(folder).predicted.stages
-
-
-@pytest.mark.usefixtures("forked_processes", "rungs")
+@pytest.mark.usefixtures("configs")
 def test_what_cannot_be_predicted_is_noted_and_an_older_prediction_goes(capsys):
-    stages = plan("plain.yaml")
-    stages[0].record.predicted = Predictions(where="elsewhere", rates=rates())
-    predict_stages(stages, rates(tflops={"bfloat16": 1.0}))
+    record, found = Record(), plan("plain.yaml")
+    record.predicted = Predictions(where="elsewhere", rates=rates())
+    predict_stages(record, found, rates(tflops={"bfloat16": 1.0}))
     assert capsys.readouterr().out == "note: nothing is predicted: KeyError: 'float32'\n"
-    assert stages[0].record.predicted == Predictions()
-    predict_stages(stages, Device(name="cpu"))
+    assert record.predicted == Predictions()
+    predict_stages(record, found, Device(name="cpu"))
     assert "rates could not be measured" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("forked_processes")
-def test_a_ladder_predicts_factors_before_it_runs_and_goes_on_with_the_rates_of_its_beginning(
-    rungs, monkeypatch, capsys
-):
-    for name, tflops in (("bf16", 1e-3), ("plain", 5e-3)):
-        found = rates(tflops={"float32": tflops, "bfloat16": 2e-3})
-        monkeypatch.setattr(ladder, "measure_device", lambda _, found=found: found)
-        with pytest.raises(Exception, match="no finished stage to report"):
-            climb("plain.yaml", f"{name}.yaml", "--rounds", "0")
-    assert "\npredicted: bf16 2.00 times as fast as plain\n" in capsys.readouterr().out
-    found = predictions(rungs)
-    assert found["bf16"].tokens_per_sec == pytest.approx(
-        2 * found["plain"].tokens_per_sec, rel=0.01
-    )
-    stages = plan("plain.yaml")
-    predict_stages(stages, rates(name="another GPU"))
-    assert predictions(rungs).keys() == {"plain"}
-    (stage,) = plan("plain.yaml")
-    assert stage.prediction
-    assert not plan("plain.yaml", of_runs=["--lr=1"])[0].prediction
-
-
-@pytest.mark.usefixtures("forked_processes", "rungs")
-def test_runs_of_several_ranks_are_not_predicted():
-    (stage,) = plan("plain.yaml")
-    predict_stages([stage], rates())
-    stage.ranks = 2
-    assert not stage.prediction
-    stage.record.predicted = Predictions()
-    predict_stages([stage], rates())
-    assert stage.record.predicted.stages == {}
+@pytest.mark.usefixtures("configs")
+def test_a_ladder_that_is_resumed_predicts_with_the_rates_of_its_beginning(capsys):
+    record, (plain, bf16) = Record(), plan("plain.yaml", "bf16.yaml")
+    for tflops in (1e-3, 5e-3):
+        predict_stages(record, [plain, bf16], rates(tflops={"float32": tflops, "bfloat16": 2e-3}))
+        assert capsys.readouterr().out == "predicted: bf16 2.00 times as fast as plain\n"
+    record = Record.load(record.folder)
+    ours, theirs = (look_up(record, stage).prediction for stage in (bf16, plain))
+    assert ours.over(theirs) == pytest.approx(2, rel=0.01)
+    assert not look_up(record, plan("plain.yaml", options=["--lr=1"])[0]).prediction
+    assert not look_up(record, replace(plain, ranks=2)).prediction
+    predict_stages(record, [plain, replace(bf16, ranks=2)], rates(name="another GPU"))
+    assert record.predicted.stages.keys() == {"plain"}

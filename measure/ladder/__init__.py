@@ -1,1 +1,1 @@
-"""Ladders: stages, rungs, predictions, losses."""
+"""Ladders: stages, stages, predictions, losses."""

@@ -2,7 +2,7 @@
 
 The operations of train_step are counted on fake tensors, which have shapes but no numbers. Each
 takes as long as the slowest of three: its arithmetic, its memory traffic, and its launch (the
-roofline model, Williams et al. 2009). docs/why.md does it by hand for one rung. The private
+roofline model, Williams et al. 2009). docs/why.md does it by hand for one stage. The private
 parts of PyTorch that fake tensors need are used in this file alone.
 """
 

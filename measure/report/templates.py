@@ -11,7 +11,7 @@ def render(template: str, parts: Mapping[str, Any]) -> str:
     """Fill in a template in web/ with the parts of a report or picture.
 
     page.html is one web page, which is opened from the disk, without a network. At its top a view:
-    all factors in one picture. Each row has a card with its figures; a rung's card also its
+    all factors in one picture. Each row has a card with its figures; a stage's card also its
     technique's name, the YAML's changes, the code that does it, and why it helps. The loss curves
     come last, or first in a report on learning. Pictures (.svg) are light or dark, as the reader's
     screen is.
