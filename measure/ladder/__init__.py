@@ -1,1 +1,1 @@
-"""Ladders: stages, stages, predictions, losses."""
+"""Ladders: stages, results, predictions, losses."""
