@@ -127,9 +127,8 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
         raise SystemExit(status)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody may read it
-            stream.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody may read it
+        sys.stdout.flush()
     os._exit(status)
 
 

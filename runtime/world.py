@@ -185,7 +185,7 @@ def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
     device = device_name(world.device)
     if world.device.type == "cpu":  # sums depend on the number of threads
         device = f"{machine()}, {torch.get_num_threads()} threads of a rank"
-    everyones, devices = zip(*world.gather((own, device)), strict=True)
+    everyones, devices = world.gather(own), sorted({*world.gather(device)})
     problems = []
     for name in own:
         values = [str(theirs.get(name)) for theirs in everyones]
@@ -194,10 +194,11 @@ def _check_match(world: World, must_match: Mapping[str, Any]) -> World:
             problems.append(f"{name}: all ranks need the same, but it is {' and '.join(found)}")
     if problems:
         raise UserError("\n".join(problems))
-    if len({*devices}) == 1:
+    if len(devices) == 1:
         return world
-    kinds = "; ".join(sorted({*devices}))
-    note = f"the ranks have different devices ({kinds}): each step waits for the slowest"
+    note = (
+        f"the ranks have different devices ({'; '.join(devices)}): each step waits for the slowest"
+    )
     return dataclasses.replace(world, notes=(note,))
 
 
