@@ -75,8 +75,8 @@ def copy_tensors(tensors: Tensors, into: Tensors, file: Path) -> None:
 
     Raises CheckpointError unless names and shapes are the same.
     """
-    shapes, needed = ({(n, t.shape) for n, t in each.items()} for each in (tensors, into))
-    if differing := shapes ^ needed:
+    shapes = {(name, tensor.shape) for name, tensor in tensors.items()}
+    if differing := shapes ^ {(name, tensor.shape) for name, tensor in into.items()}:
         raise CheckpointError(f"{file}: does not fit the run: {min(differing)[0]} differs")
     for name, ours in into.items():
         theirs = tensors[name]
