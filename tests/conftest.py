@@ -387,13 +387,7 @@ def forked_processes(monkeypatch):
 class Started(Forked):
     """A script's process, forked; its output is in the files `out` and `err`."""
 
-    def __init__(
-        self,
-        words,
-        cwd,
-        env,
-        before,
-    ):
+    def __init__(self, words, cwd, env, before):
         self.before = (before,) if before else ()
         self.printed = tempfile.TemporaryDirectory()
         self.out, self.err = (Path(self.printed.name) / name for name in ("stdout", "stderr"))
@@ -426,13 +420,7 @@ def finish(process, timeout=240, status=0):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run(
-    *command,
-    cwd,
-    before=None,
-    status=0,
-    **env,
-):
+def run(*command, cwd, before=None, status=0, **env):
     """A command run to its end, in a process that has PyTorch at hand."""
     with ended([start(*command, cwd=cwd, before=before, **env)]) as (process,):
         return finish(process, status=status)
