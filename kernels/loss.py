@@ -88,9 +88,8 @@ def loss_of_chunk(
     gradient = log_p.exp() - (rows == targets[:, None]).float()
     if cap:
         gradient = gradient * (1 - (capped / cap) ** 2)  # derivative of tanh
-    return loss, gradient.to(
-        x.dtype
-    )  # divided by the number of tokens later: float16 would underflow
+    # divided by the number of tokens later: float16 would underflow
+    return loss, gradient.to(x.dtype)
 
 
 @functools.cache
