@@ -8,6 +8,7 @@ from logs/reference/gpu_ms.csv: a step on one GPU, before and after.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,50 +17,39 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import blocked_attention, blocked_is_faster
 from kernels.loss import chunked_cross_entropy, soft_cap
+from options import ModelOptions
 
 # Computes attention in place of the model's own: layer, q, k, v (B, nh, T, hs) -> (B, nh, T, hs).
 # Generation passes one with a KV cache (inference/sampling.py), which holds the earlier tokens.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    """Options of the model; config.py explains each. The defaults are the plain GPT-2 (124M)."""
+@dataclass
+class GPTConfig(ModelOptions):
+    """Options of the model: what it computes, which options.py explains, and how."""
 
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    block_size: int = 1024
-    vocab_size: int = 50257
-    real_vocab_size: int | None = None
-    bias: bool = True
-    dropout: float = 0.0
-    norm: str = "layernorm"
-    activation: str = "gelu_tanh"
-    tie_weights: bool = False
-    init: str = "torch"
-    residual_scaling: bool = False
+    # SpeedConfig in config.py explains these four.
     flash: bool = False
     recompute: bool = False
     loss_chunks: int = 1
     residual_bf16: bool = False
-    rope: bool = False
-    norm_weight: bool = True
-    qk_norm: bool = False
-    zero_init: bool = False
-    logit_softcap: float = 0.0
-    value_residual: bool = False
-    embed_shortcut: bool = False
 
     @classmethod
-    def of(cls, options: object) -> "GPTConfig":
+    def of(cls, options: ModelOptions) -> "GPTConfig":
         """Take the model's options from a run's (config.py's Config)."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
-    @property
-    def n_vocab(self) -> int:
-        """Number of real tokens: by default at most GPT-2's 50,257. Later rows are padding."""
-        return self.real_vocab_size or min(self.vocab_size, 50257)
+
+class BlockInputs(NamedTuple):
+    """What every block is given beside the residual stream. The Transformer builds it once.
+
+    A field is None if its option is off.
+    """
+
+    rotation: Tensor | None = None  # rope: cosines and sines (2, ..., T, 1, hs / 2)
+    x0: Tensor | None = None  # embed_shortcut: the embedded tokens (B, T, C)
+    first_v: Tensor | None = None  # value_residual, after the first block: its values
+    attend: Attend | None = None  # in generation
 
 
 class LayerNorm(nn.LayerNorm):
@@ -118,18 +108,13 @@ class CausalSelfAttention(nn.Module):
             # A tensor of one element: FSDP2 shards no scalars.
             self.value_mix = nn.Parameter(torch.tensor([0.5]))
 
-    def forward(
-        self,
-        x: Tensor,
-        first_v: Tensor | None = None,
-        rotation: Tensor | None = None,
-        attend: Attend | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """Let each of the T tokens attend to itself and earlier tokens: (B, T, C) to (B, T, C).
 
         Also returns the first layer's values (B, T, nh, hs) if value_residual needs them.
         """
         B, T, C = x.shape
+        first_v = inputs.first_v
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (t.view(B, T, self.config.n_head, -1) for t in (q, k, v))  # (B, T, nh, hs)
         # Additions of newer recipes, each with its own flag. GPT-2 has none of them.
@@ -137,8 +122,8 @@ class CausalSelfAttention(nn.Module):
             # Scores stay within +-sqrt(hs), so softmax cannot saturate from a large q or k (Henry
             # et al. 2020; Dehghani et al. 2023, section 2).
             q, k = rms_norm(q), rms_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        if inputs.rotation is not None:
+            q, k = rotate(q, inputs.rotation), rotate(k, inputs.rotation)
         if self.config.value_residual and first_v is None:
             first_v = v
         elif first_v is not None:
@@ -150,8 +135,8 @@ class CausalSelfAttention(nn.Module):
         dropout = self.config.dropout if self.training else 0.0
         # True only in a compiled model, on a CPU with fast bf16 matmuls.
         blocked = torch.compiler.is_compiling() and blocked_is_faster(q.device, q.dtype, T)
-        if attend is not None:
-            y = attend(self.layer, q, k, v)
+        if inputs.attend is not None:
+            y = inputs.attend(self.layer, q, k, v)
         elif self.config.flash and blocked and not dropout:
             y = blocked_attention(q, k, v)
         elif self.config.flash:
@@ -207,26 +192,18 @@ class Block(nn.Module):
         if config.embed_shortcut:
             self.shortcut = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(
-        self,
-        x: Tensor,
-        x0: Tensor | None,
-        first_v: Tensor | None,
-        rotation: Tensor | None,
-        attend: Attend | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C).
 
-        `x0`: the embedded tokens. The other arguments and the second result are as in
-        CausalSelfAttention.
+        The second result is as in CausalSelfAttention.
         """
-        if x0 is not None:
+        if inputs.x0 is not None:
             # Every block can still read the tokens themselves (modded-nanogpt, 2024-11-06).
             keep, add = self.shortcut.to(x.dtype)
-            x = keep * x + add * x0
+            x = keep * x + add * inputs.x0
         # Pre-norm: the residual stream itself is never normalized, so gradients flow from the loss
         # to the first block unchanged. GPT-1 normalized after each addition.
-        y, first_v = self.attn(self.ln_1(x), first_v, rotation, attend)
+        y, first_v = self.attn(self.ln_1(x), inputs)
         x = x + y
         return x + self.mlp(self.ln_2(x)), first_v
 
@@ -264,7 +241,7 @@ class Transformer(nn.Module):
         T = idx.size(1)
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens are more than the context, {self.config.block_size}")
-        x, x0, first_v, rotation = self.wte(idx), None, None, None  # x is (B, T, C)
+        x, x0, rotation = self.wte(idx), None, None  # x is (B, T, C)
         if self.config.rope:
             where = slice(T) if positions is None else positions
             rotation = self.rotation[:, where].unsqueeze(-2)  # the same for all heads
@@ -283,11 +260,12 @@ class Transformer(nn.Module):
         if self.config.embed_shortcut:
             # Normalized, the embedding is as large as the blocks' outputs.
             x = x0 = rms_norm(x)
+        inputs = BlockInputs(rotation, x0, attend=attend)
         for block in self.h:
-            given = (x, x0, first_v, rotation, attend)
             x, first_v = (
-                checkpoint(block, *given, use_reentrant=False) if recompute else block(*given)
+                checkpoint(block, x, inputs, use_reentrant=False) if recompute else block(x, inputs)
             )
+            inputs = inputs._replace(first_v=first_v)
         return self.ln_f(x)
 
 
@@ -374,11 +352,9 @@ class GPT(nn.Module):
         """Count the floating-point operations of forward and backward per token of a sequence.
 
         6 per parameter of a matmul, 12 n_layer n_embd T for attention (PaLM paper, appendix B).
-        Embeddings are lookups, not matmuls: position embeddings and untied token embeddings do not
-        count.
+        Embeddings are lookups, not matmuls, and do not count, unless the output head shares them.
         """
-        lookups = 0 if self.config.rope else self.transformer.wpe.weight.numel()
-        if not self.config.tie_weights:
-            lookups += self.transformer.wte.weight.numel()
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        lookups = sum(table.numel() for table in tables - {self.lm_head.weight})
         matmuls = self.num_parameters() - lookups
         return 6 * matmuls + 12 * self.config.n_layer * self.config.n_embd * seq_len

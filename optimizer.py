@@ -2,21 +2,19 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import Config
 from kernels.attention import CPU_HAS_FAST_BF16
 
-Params = Mapping[str, Tensor]  # by name
-
 
 def make_optimizers(
-    model: torch.nn.Module, config: Config, rank: int = 0, world_size: int = 1
+    model: nn.Module, config: Config, rank: int = 0, world_size: int = 1
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
     """Build the optimizers of the config's choice.
 
@@ -24,14 +22,14 @@ def make_optimizers(
     rate of the step is multiplied. Each rank takes a share of Muon's work. Returns the optimizers,
     and lines with the numbers of all, decayed and non-decayed parameters.
     """
-    params = dict(model.named_parameters())  # a tied matrix comes once
-    optimizers = OPTIMIZERS[config.optimizer](params, config, rank, world_size)
+    optimizers = OPTIMIZERS[config.optimizer](model, config, rank, world_size)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
-    lines = [f"{sum(p.numel() for p in params.values()):,} parameters"]
+    params = list(model.parameters())  # a tied matrix comes once
+    lines = [f"{sum(p.numel() for p in params):,} parameters"]
     for kind, decays in (("decayed", True), ("non-decayed", False)):
-        sizes = [p.numel() for p in params.values() if is_decayed(p, config) == decays]
+        sizes = [p.numel() for p in params if is_decayed(p, config) == decays]
         lines.append(f"num {kind} parameter tensors: {len(sizes)}, with {sum(sizes):,} parameters")
     return optimizers, lines
 
@@ -45,20 +43,45 @@ def is_decayed(p: Tensor, config: Config) -> bool:
     return p.dim() >= 2 or not config.decay_matrices_only
 
 
-def make_adamw(
-    params: Params, config: Config, rank: int = 0, world_size: int = 1
-) -> list[torch.optim.Optimizer]:
-    """Build AdamW, with a group for each learning rate and weight decay."""
-    groups = defaultdict[tuple[float, float], list[Tensor]](list)
-    for name, p in params.items():
-        decay = config.weight_decay if is_decayed(p, config) else 0.0
-        groups[rate_of(name, p, config), decay].append(p)
-    grouped = [
+def rate_of(p: Tensor, module: nn.Module, model: nn.Module, config: Config) -> float:
+    """Return the learning rate of a module's parameter: the option of its kind, else lr."""
+    rate = None
+    if p.dim() < 2:
+        rate = config.scalar_lr
+    elif isinstance(module, nn.Embedding):
+        rate = config.embed_lr
+    elif module is model.lm_head:
+        rate = config.head_lr
+    return rate or config.lr
+
+
+def parameter_groups(
+    model: nn.Module, config: Config, without: Sequence[Tensor] = ()
+) -> list[dict[str, Any]]:
+    """Group the parameters, except `without`, by learning rate and weight decay."""
+    groups, seen = defaultdict[tuple[float, float], list[Tensor]](list), {*without}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p not in seen:  # a tied matrix comes twice, as the embedding first
+                decay = config.weight_decay if is_decayed(p, config) else 0.0
+                groups[rate_of(p, module, model, config), decay].append(p)
+                seen.add(p)
+    return [
         {"params": group, "lr": rate, "weight_decay": decay}
         for (rate, decay), group in groups.items()
     ]
+
+
+def make_adamw(
+    model: nn.Module,
+    config: Config,
+    rank: int = 0,
+    world_size: int = 1,
+    without: Sequence[Tensor] = (),
+) -> list[torch.optim.Optimizer]:
+    """Build AdamW for all parameters except `without`."""
     adamw = torch.optim.AdamW(
-        grouped,
+        parameter_groups(model, config, without),
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
@@ -70,33 +93,18 @@ def make_adamw(
 
 
 def make_muon(
-    params: Params, config: Config, rank: int, world_size: int
+    model: nn.Module, config: Config, rank: int, world_size: int
 ) -> list[torch.optim.Optimizer]:
     """Build Muon for the blocks' matrices, and AdamW for all other parameters."""
-    rest, qkv, others = dict[str, Tensor](), list[Tensor](), list[Tensor]()
-    for name, p in params.items():
-        if ".h." not in name or p.dim() != 2:
-            rest[name] = p
-        elif "c_attn" in name:  # queries, keys and values: three matrices, in one matmul
-            qkv.append(p)
-        else:
-            others.append(p)
+    qkv, others = list[Tensor](), list[Tensor]()
+    for name, module in model.get_submodule("transformer.h").named_modules():
+        if isinstance(module, nn.Linear):
+            # c_attn is three matrices in one matmul: queries, keys and values
+            (qkv if name.endswith("c_attn") else others).append(module.weight)
     groups = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
     decay = config.muon_weight_decay
     muon = Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
-    return [*make_adamw(rest, config), muon]
-
-
-def rate_of(name: str, p: Tensor, config: Config) -> float:
-    """Return a parameter's learning rate: the option of its kind if it is set, else lr."""
-    rate = None
-    if p.dim() < 2:
-        rate = config.scalar_lr
-    elif name.startswith(("transformer.wte.", "transformer.wpe.")):
-        rate = config.embed_lr
-    elif name == "lm_head.weight":
-        rate = config.head_lr
-    return rate or config.lr
+    return [*make_adamw(model, config, without=[*qkv, *others]), muon]
 
 
 class Update(NamedTuple):
@@ -201,9 +209,14 @@ class Muon(torch.optim.Optimizer):
 
 
 # The function that builds the optimizers of each choice of config.optimizer. A checkpoint keeps an
-# optimizer's whole state of every parameter. With `defaults["fused"]` it skips an update itself, on
-# the device, if `found_inf` is 1. EXCLUDED_BY in config.py has the options that a choice excludes.
-OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}
+# optimizer's whole state of every parameter. To create it, a resumed run calls `step()` with zero
+# gradients, after the weights are restored: it must leave finite weights. With `defaults["fused"]`
+# an optimizer skips an update itself, on the device, if `found_inf` is 1. EXCLUDED_BY in config.py
+# has the options that a choice excludes; mark options that it does not use with Needs.
+OPTIMIZERS: dict[str, Callable[[nn.Module, Config, int, int], list[torch.optim.Optimizer]]] = {
+    "adamw": make_adamw,
+    "muon": make_muon,
+}
 
 
 def orthogonalize(x: Tensor) -> Tensor:

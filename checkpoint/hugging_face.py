@@ -13,8 +13,9 @@ from checkpoint.files import (
     read_tensors,
     refusing,
 )
-from config import ARCHITECTURE, Config
+from config import Config
 from model import GPTConfig
+from options import ARCHITECTURE
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights there
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -16,9 +16,13 @@ from checkpoint.hugging_face import (
 )
 from checkpoint.names import all_checkpoints, find_folder
 from checkpoint.saved import SavedState, read_state
-from config import ARCHITECTURE, GPT2_TOKENS, Config
+from config import GPT2_TOKENS, Config
 from model import GPT, GPTConfig
+from options import ARCHITECTURE
 from runtime.cli import ConfigError, load
+
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
+POSITIONS = "transformer.wpe.weight"
 
 
 class Weights(NamedTuple):
@@ -98,26 +102,23 @@ def load_weights(model: GPT, weights: Tensors, source: object) -> GPT:
     first positions. Raises CheckpointError for weights that do not fit.
     """
     problem = f"{source}: weights that do not fit the model"
-    ours, n_vocab = model.state_dict(), model.config.n_vocab
-    embedding, head, positions = (
-        "transformer.wte.weight",
-        "lm_head.weight",
-        "transformer.wpe.weight",
-    )
+    ours, config = model.state_dict(), model.config
     with refusing(problem, LookupError, RuntimeError, TypeError):
-        weights = {head: weights[embedding]} | weights
+        weights = {HEAD: weights[EMBEDDING]} | weights
         if not all(map(torch.is_floating_point, weights.values())):
             raise CheckpointError(f"{problem}: not all are floating-point numbers")
-        if model.config.tie_weights and not torch.equal(weights[head], weights[embedding]):
+        if config.tie_weights and not torch.equal(weights[HEAD], weights[EMBEDDING]):
             raise CheckpointError(
-                f"{problem}: their {head} is not their {embedding}, and the model ties them"
+                f"{problem}: their {HEAD} is not their {EMBEDDING}, and the model ties them"
             )
-        if positions in ours:
-            weights[positions] = weights[positions][: model.config.block_size]
-        for name in (embedding, head):
-            theirs, padding = weights[name], ours[name][n_vocab:]
-            if n_vocab <= len(theirs) != len(ours[name]):
-                weights[name] = torch.cat((theirs[:n_vocab].to(padding), padding))
+        if POSITIONS in ours:
+            weights[POSITIONS] = weights[POSITIONS][: config.block_size]
+        for name in ours.keys() & weights:
+            theirs, own = weights[name], ours[name]
+            # Tensors with a row for each token may differ in their padding rows.
+            if config.n_vocab <= len(theirs) != len(own) == config.vocab_size:
+                padding = own[config.n_vocab :]
+                weights[name] = torch.cat((theirs[: config.n_vocab].to(padding), padding))
         model.load_state_dict(weights)
     return model
 
@@ -165,9 +166,10 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
         # and padding; any other number of rows includes added tokens.
         n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
         config = replace(config, real_vocab_size=n_vocab)
+    # All else is compared when a model loads the weights, but it takes another number of rows.
     sizes = {
-        "transformer.wte.weight": (config.vocab_size, config.n_embd),
-        "transformer.wpe.weight": (config.block_size, config.n_embd),
+        EMBEDDING: (config.vocab_size, config.n_embd),
+        POSITIONS: (config.block_size, config.n_embd),
     }
     for name, size in sizes.items():
         shape = tuple(getattr(tensors.get(name), "shape", size))  # a .pt file may have any value

@@ -9,7 +9,8 @@ from checkpoint.files import MODEL, STATE, CheckpointError, read_tensors, refusi
 from checkpoint.names import all_checkpoints, find_folder, run_and_checkpoint, step_of
 from checkpoint.saved import SavedState, read_state
 from checkpoint.weights import check_given
-from config import ARCHITECTURE, FIXED, INITIAL, PATH, THIS_CALL, Config
+from config import FIXED, INITIAL, PATH, THIS_CALL, Config
+from options import ARCHITECTURE
 from run.log import RunFolder
 from run.state import State, put_random_state, take_random_state
 from runtime.cli import ConfigError, load

@@ -13,12 +13,13 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -52,6 +53,15 @@ class Options(BaseModel):
         protected_namespaces=(),
         str_min_length=0,  # pydantic then checks every text, and refuses one that is not Unicode
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Take over the docstrings of a plain dataclass whose fields a section inherits."""
+        for base in cls.__bases__:
+            if is_dataclass(base) and not issubclass(base, Options):
+                plain = TypeAdapter(with_config(use_attribute_docstrings=True)(base))
+                for name, field in plain.json_schema()["properties"].items():
+                    cls.model_fields[name].description = field["description"]
 
     def mistakes(self, given: Collection[str], world_size: int) -> Iterable[tuple[str, str]]:
         """Return mistakes that values have together: the option to blame, and a message for each.
@@ -179,10 +189,11 @@ def to_yaml(options: Options, origin: Mapping[str, str] | None = None) -> str:
     lines: list[str] = []
     for section in sections(type(options)):
         lines += ["", f"# {section.__doc__}"]
-        for name in section.__annotations__:
-            style = None if isinstance(values[name], list) else False  # None: a list in one line
+        for name in [name for name in section.model_fields if name in values]:
+            value = values.pop(name)
+            style = None if isinstance(value, list) else False  # None: a list in one line
             line = yaml.safe_dump(
-                {name: values[name]}, default_flow_style=style, width=sys.maxsize
+                {name: value}, default_flow_style=style, width=sys.maxsize
             ).rstrip("\n")
             if origin is not None:
                 place = origin.get(name, "default").removesuffix(f": {name}")

@@ -182,7 +182,13 @@ BUGS = {
     "uphill": changed(train_module, "clip_gradients", ascent),
     "gradients are not cleared": without(torch.optim.Optimizer, "zero_grad"),
     "a matrix whose learning rate is 0": changed(
-        optimizer, "rate_of", lambda f: lambda name, *of: "wpe" not in name and f(name, *of)
+        optimizer,
+        "rate_of",
+        lambda f: (
+            lambda p, module, model, config: (
+                module is not model.transformer.wpe and f(p, module, model, config)
+            )
+        ),
     ),
     "the optimizer's state is not restored": changed(
         State, "load", lambda f: lambda self, file, of: file.name == MODEL and f(self, file, of)

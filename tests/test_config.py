@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from config import (
-    ARCHITECTURE,
     OTHER_NAMES,
     Config,
     DataConfig,
@@ -21,6 +20,7 @@ from config import (
     load_config,
 )
 from model import GPTConfig
+from options import ARCHITECTURE
 from runtime.cli import CONFIG_DIR, parse, sections, show
 from runtime.report import project_files
 from runtime.start import parse_command_line

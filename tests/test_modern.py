@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint.weights import load_model
-from model import rms_norm, rotate
+from model import BlockInputs, rms_norm, rotate
 from tests.conftest import ALONE, MODERN, grown, refused
 from tests.test_export import exported
 from tests.test_model import assert_same, close, tokens
@@ -122,7 +122,7 @@ def test_the_embedding_shortcut_adds_the_tokens_again_before_a_block(shaken):
     for block in below.h:
         keep, add = block.shortcut
         x = keep * x + add * x0
-        x = x + block.attn(block.ln_1(x))[0]
+        x = x + block.attn(block.ln_1(x), BlockInputs())[0]
         x = x + block.mlp(block.ln_2(x))
     close(below(idx), below.ln_f(x))
     fresh = type(below.h[0])(model.config, 0)

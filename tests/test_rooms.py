@@ -11,16 +11,17 @@ from runtime.report import project_files
 from tests.conftest import ROOT, cases
 
 # Imports of each file or folder from this project; third-party packages are not listed.
-RECIPE = "checkpoint config data dataloader inference kernels model optimizer runtime"
+RECIPE = "checkpoint config data dataloader inference kernels model optimizer options runtime"
 TABLE = f"""
-model.py => kernels
+options.py => options
+model.py => kernels options
 dataloader.py => data
 optimizer.py => config kernels
-config.py => runtime.cli
+config.py => options runtime.cli
 kernels => kernels
 runtime => runtime
 data => data runtime
-checkpoint => checkpoint config model runtime
+checkpoint => checkpoint config model options runtime
 inference => checkpoint config data dataloader inference model runtime
 run => {RECIPE} run
 sample.py => {RECIPE} run
