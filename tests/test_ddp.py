@@ -3,25 +3,35 @@ of gradients a step, and other dropout in each process.
 """
 
 import json
-from typing import Any
 
 import pytest
 
-from checkpoint.names import all_checkpoints
 from checkpoint.weights import load_model
 from optimizer import learning_rate
-from tests.conftest import ALONE, COMPILED, run_ranks, tiny_run, write_tiny_corpus
+from tests.conftest import (
+    ALONE,
+    COMPILED,
+    console,
+    folder_of,
+    run_ranks,
+    tiny_run,
+    write_tiny_corpus,
+)
+from tests.test_resume import checkpoints
 from tests.test_train import column
 from train import train
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "n_layer": 1,
     "n_embd": 16,
     "seq_len": 16,
     "max_steps": 8,
     "total_batch_tokens": 12 * 16,
+    "real_vocab_size": 100,
+    "tie_weights": True,
+    "shuffle": True,
+    "grad_clip": 0.5,
 }
-SMALL |= {"real_vocab_size": 100, "tie_weights": True, "shuffle": True, "grad_clip": 0.5}
 COMPILES = COMPILED | {"max_steps": 8, "total_batch_tokens": 48 * 32, "shuffle": True}
 
 # trains each of some runs; several processes do so together
@@ -60,12 +70,11 @@ def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(
     train(whole, ALONE)
     for options in runs:
         config = tiny_run(tmp_path, **options)
+        assert len(column(config)) == 8
         for figure in ("loss", "norm"):
-            ours, expected = column(config, figure), column(whole, figure)
-            assert len(ours) == 8
-            assert ours == pytest.approx(expected, rel=1e-5, abs=0), config.run_name
-        weights = load_model(config.run_name, config.log_dir)  # saved under plain names
-        assert weights.config.n_layer == 1
+            expected = pytest.approx(column(whole, figure), rel=1e-5, abs=0)
+            assert column(config, figure) == expected, config.run_name
+        load_model(config.run_name, config.log_dir)  # saved under plain names
 
 
 # notes how often all gradients had been averaged when each step ended, and by micro-step a hash and
@@ -149,9 +158,9 @@ def test_weights_that_differ_between_ranks_are_not_saved_and_end_the_run_on_all(
     write_tiny_corpus(tmp_path)
     for done in run_ranks(2, "-c", DIFFER, cwd=tmp_path, status=1):
         assert "Traceback" not in done.stderr
-    said = (here / "console.log").read_text().splitlines()[-1]
+    said = console(here).splitlines()[-1]
     assert said.startswith("error: step 4: rank 1 and rank 0 have different weights")
-    assert [path.name for path in all_checkpoints(here)] == ["step_000002"]
+    assert checkpoints(here) == ["step_000002"]
 
 
 def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
@@ -172,3 +181,8 @@ def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
     assert column(config, "lr") == [
         learning_rate(step, config, at) for step, at in enumerate(seconds, start=1)
     ]
+    summary = json.loads((folder_of(config) / "summary.json").read_text())
+    rate = summary["median_tokens_per_sec"]
+    assert rate == pytest.approx(12 * 16 / 0.5)
+    mfu = summary["flops_per_token"] * rate / 2 / 1e12  # of one rank and 1 TFLOP/s
+    assert summary["utilization"] == pytest.approx(mfu)
