@@ -24,15 +24,10 @@ from config import Config
 from measure.interleaved.ratio import FEWEST
 from measure.interleaved.rounds import ROUNDS, split_command_line
 from measure.ladder.climb import (
-    announce,
-    interleave_stages,
-    is_to_be_compared,
-    is_to_be_run,
     measure_device,
-    predict_stages,
-    run_stages,
+    train_and_compare,
 )
-from measure.ladder.learning import report_learning
+from measure.ladder.learning import report_learned_ablation, report_learning
 from measure.ladder.quick import ROUNDS as QUICK_ROUNDS
 from measure.ladder.quick import SIZES, SUFFIX, Size, quick_stages, size_for
 from measure.ladder.record import Device, Record
@@ -51,8 +46,6 @@ from measure.ladder.stages import (
 )
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
-from runtime.files import sole_writer
-from runtime.report import git_commit, git_diff
 from runtime.start import start
 
 Measure = Callable[[str], Device]  # as measure_device
@@ -209,7 +202,10 @@ def climb(options: LadderOptions, of_runs: list[str], measure: Measure) -> Recor
     record.seeds = options.seeds or (3 if stages[0].config.eval_every else 0)
     record.stages = {stage.name: stage.planned for stage in stages}
     trained = with_seeds(stages, record.seeds)
-    train_and_compare(options, record, trained, [seeds[0] for seeds in trained.values()], device)
+    compared, rounds = [seeds[0] for seeds in trained.values()], options.rounds
+    if options.quick and "rounds" not in options.model_fields_set:
+        rounds = QUICK_ROUNDS
+    train_and_compare(record, trained, compared, device, rounds, rerun=options.rerun)
     report(record, trained)
     return record
 
@@ -224,12 +220,15 @@ def ablate(options: LadderOptions, of_runs: list[str], measure: Measure) -> Reco
     whole = make_stage("all", config, of_runs, device)
     record.seeds, record.stages = options.seeds or 0, {"all": whole.planned}
     trained, pairs = planned_ablation(options, whole, record.seeds)
-    train_and_compare(options, record, trained, [*chain(*pairs.values())], device)
+    compared = [*chain(*pairs.values())]
+    train_and_compare(
+        record, trained, compared, device, options.rounds, rerun=options.rerun, predicts=False
+    )
     report_pairs(record, trained, pairs)
     return record
 
 
-def rebuild(options: LadderOptions, of_runs: list[str]) -> Record:
+def rebuild(options: LadderOptions, of_runs: list[str]) -> None:
     """Report the stages of the last climb from its record. Raises UserError."""
     if of_runs:
         raise UserError("--report_only: leave the options after -- out; the record has them")
@@ -237,7 +236,7 @@ def rebuild(options: LadderOptions, of_runs: list[str]) -> Record:
     stages, record.seeds = planned_before(record), options.seeds or record.seeds
     if options.ablate:
         report_pairs(record, *planned_ablation(options, stages[0], record.seeds))
-        return record
+        return
     name, configs = ladder_of(options.configs)
     if name == "ladder" and {Path(config).stem for config in configs}.isdisjoint(record.stages):
         raise UserError(
@@ -245,7 +244,6 @@ def rebuild(options: LadderOptions, of_runs: list[str]) -> Record:
             "or leave --report_only out"
         )
     report(record, with_seeds(with_chosen(options, stages), record.seeds))
-    return record
 
 
 def report(record: Record, trained: Mapping[Stage, Sequence[Stage]]) -> None:
@@ -260,44 +258,9 @@ def report_pairs(record: Record, trained: Mapping[Stage, Sequence[Stage]], pairs
     """Report an ablation of losses, or without seeds of speeds."""
     if record.seeds:
         last = {name: stages[0] for name, stages in pairs.items()}
-        report_learning(record.folder.name, record, trained, last)
+        report_learned_ablation(record.folder.name, record, trained, last)
     else:
         report_ablation(record.folder.name, record, pairs)
-
-
-def train_and_compare(
-    options: LadderOptions,
-    record: Record,
-    trained: Mapping[Stage, Sequence[Stage]],
-    compared: Sequence[Stage],
-    device: Device,
-) -> None:
-    """Train all seeds of stages, and interleave the `compared` ones with their bases."""
-    rounds = options.rounds
-    if options.quick and "rounds" not in options.model_fields_set:
-        rounds = QUICK_ROUNDS
-    # one seed of all stages before the next, so that they can be compared at any time
-    stages = [*chain(*zip(*trained.values(), strict=True))]
-    with sole_writer(record.folder):
-        record.read_again()  # a climb that has just ended may have saved more
-        to_train = [s for s in stages if options.rerun or is_to_be_run(record, s, device)]
-        to_compare = [
-            stage
-            for stage in compared
-            if rounds and is_to_be_compared(record, stage, device, options.rerun)
-        ]
-        if to_train or to_compare:
-            record.keep_changes(git_commit(), git_diff())
-        record.save()
-        if to_train or to_compare:
-            announce(to_train, to_compare, rounds, device)
-        if not options.ablate:
-            predict_stages(record, compared, device)
-        run_stages(record, to_train, device)
-        if stages:  # only those that have finished
-            done = record.runs.keys()
-            to_compare = [s for s in to_compare if s.base and {s.name, s.base.name} <= done]
-        interleave_stages(record, to_compare, rounds, device)
 
 
 def main(options: LadderOptions, of_runs: list[str], measure: Measure = measure_device) -> None:

@@ -32,6 +32,7 @@ from model import GPT, GPTConfig
 from run.log import LOG_COLUMNS
 from runtime.cli import CONFIG_DIR, parse
 from runtime.errors import why_it_failed
+from runtime.files import sole_writer
 from runtime.report import Estimate
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
@@ -219,7 +220,7 @@ def is_running(pid):
 def test_two_ladders_do_not_climb_in_one_folder():
     """Another thread is refused the lock, as another process would be."""
     said = "^logs/ladder: another process is writing it; wait for it, or choose another name$"
-    with ThreadPoolExecutor() as elsewhere, ladder.sole_writer(LADDER), refused(said):
+    with ThreadPoolExecutor() as elsewhere, sole_writer(LADDER), refused(said):
         elsewhere.submit(climb, "plain.yaml", *OFF).result()
     assert not LADDER.exists()
 
@@ -553,7 +554,9 @@ def test_runs_of_two_machines_have_no_ratio():
 
 def test_a_config_is_not_compared_with_itself():
     found = plan("speedup1", "speedup1", "speedup2")
-    is_to_be = [climbing.is_to_be_compared(Record(), stage, Device(), True) for stage in found]
+    is_to_be = [
+        climbing.is_to_be_compared(Record(), stage, Device(), rerun=True) for stage in found
+    ]
     assert is_to_be == [False, False, True]
 
 

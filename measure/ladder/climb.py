@@ -4,7 +4,8 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from config import MFU, Config
@@ -24,7 +25,8 @@ from measure.ladder.record import Device, Predictions, Record, Run, Summary, set
 from measure.ladder.results import look_up
 from measure.ladder.stages import Stage
 from runtime.errors import why_it_failed
-from runtime.report import describe_duration, machine
+from runtime.files import sole_writer
+from runtime.report import describe_duration, git_commit, git_diff, machine
 from runtime.start import cores
 
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
@@ -46,6 +48,41 @@ def measure_device(name: str) -> Device:
     if problem:
         print(f"note: the device could not be measured: {problem}")
     return found or Device()
+
+
+def train_and_compare(
+    record: Record,
+    trained: Mapping[Stage, Sequence[Stage]],
+    compared: Sequence[Stage],
+    device: Device,
+    rounds: int,
+    *,
+    rerun: bool,
+    predicts: bool = True,
+) -> None:
+    """Predict the `compared` stages, train all seeds of stages, and interleave the `compared` ones
+    with their bases. Work that the record has is not repeated without `rerun`.
+    """
+    # one seed of all stages before the next, so that they can be compared at any time
+    stages = [*chain(*zip(*trained.values(), strict=True))]
+    with sole_writer(record.folder):
+        record.read_again()  # a climb that has just ended may have saved more
+        to_train = [s for s in stages if rerun or is_to_be_run(record, s, device)]
+        to_compare = [
+            s for s in compared if rounds and is_to_be_compared(record, s, device, rerun=rerun)
+        ]
+        if to_train or to_compare:
+            record.keep_changes(git_commit(), git_diff())
+        record.save()
+        if to_train or to_compare:
+            announce(to_train, to_compare, rounds, device)
+        if predicts:
+            predict_stages(record, compared, device)
+        run_stages(record, to_train, device)
+        if stages:  # only those that have finished
+            done = record.runs.keys()
+            to_compare = [s for s in to_compare if s.base and {s.name, s.base.name} <= done]
+        interleave_stages(record, to_compare, rounds, device)
 
 
 def announce(
@@ -214,7 +251,7 @@ def until_first_step(folder: Path, stages: Sequence[Stage], device: Device) -> W
 # ---- interleaved runs
 
 
-def is_to_be_compared(record: Record, stage: Stage, device: Device, rerun: bool) -> bool:
+def is_to_be_compared(record: Record, stage: Stage, device: Device, *, rerun: bool) -> bool:
     """True if a stage and its base run on one rank each and differ, unless this machine and device
     have interleaved them before.
     """

@@ -11,17 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, product
 from measure.ladder.explain import all_that_ran, card_of_stage
-from measure.ladder.record import Record, Summary, curve
-from measure.ladder.report import places, speeds_of
-from measure.ladder.results import Result, look_up, remarks_of, uncommitted
+from measure.ladder.record import Record, curve
+from measure.ladder.report import speeds_of
+from measure.ladder.results import Result, look_up, write_results
 from measure.ladder.stages import Stage
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import Figure, Report, Row, curve_of, write_report
+from measure.report.report import Figure, Report, Row, curve_of
 from runtime.report import Estimate
 
+Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
 Results = Mapping[Stage, Sequence[Result]]  # of each seed of a stage
 
 NOISE = (
@@ -239,25 +239,38 @@ def ablated_rows(record: Record, results: Results, pairs: Mapping[str, Stage]) -
     return [Row(name, values) for name, values in compare(found).items()]
 
 
-def report_learning(
-    ladder: str,
-    record: Record,
-    seeds: Mapping[Stage, Sequence[Stage]],
-    pairs: Mapping[str, Stage] | None = None,
-) -> None:
-    """Report the losses of the finished stages, with learning.svg. `seeds`: the trained stages.
+def report_learning(ladder: str, record: Record, seeds: Seeds) -> None:
+    """Report the losses of the finished stages, as `write_losses` does."""
+    results = results_of(record, seeds)
+    title = f"What the stages of {ladder} learn"
+    write_losses(
+        record, results, Report(record.folder, title, FIGURES, rows_of(results), meaning=BRACKETS)
+    )
 
-    `pairs`: the stages of an ablation that were interleaved. Raises TrainingError if nothing is
-    finished.
+
+def report_learned_ablation(
+    ladder: str, record: Record, seeds: Seeds, pairs: Mapping[str, Stage]
+) -> None:
+    """Report the loss, the tokens and the time that each optimization saves as the last one, as
+    `write_losses` does. `pairs`: the stages that were interleaved.
     """
-    results = {stage: [look_up(record, each) for each in own] for stage, own in seeds.items()}
-    title, figures, meaning = f"What the stages of {ladder} learn", FIGURES, BRACKETS
-    if pairs is None:
-        rows = rows_of(results)
-    else:
-        rows, figures = ablated_rows(record, results, pairs), WORTH
-        title = f"What each optimization of {ladder.removeprefix('ablate_')} learns"
-        meaning = f"All other options, such as learning rates, stay as they are. {BRACKETS}"
+    results = results_of(record, seeds)
+    title = f"What each optimization of {ladder.removeprefix('ablate_')} learns"
+    meaning = f"All other options, such as learning rates, stay as they are. {BRACKETS}"
+    rows = ablated_rows(record, results, pairs)
+    write_losses(record, results, Report(record.folder, title, WORTH, rows, meaning=meaning))
+
+
+def results_of(record: Record, seeds: Seeds) -> Results:
+    """Look up the results of all seeds."""
+    return {stage: [look_up(record, each) for each in own] for stage, own in seeds.items()}
+
+
+def write_losses(record: Record, results: Results, report: Report) -> None:
+    """Write a report with the mean losses of the finished stages, on its page and in learning.svg.
+
+    Raises TrainingError if nothing is finished.
+    """
     first, all_results = next(iter(results)), [*chain(*results.values())]
     summaries = [result.run.summary for result in all_results if result.run]
     timed = record.comparisons.values()  # perhaps on another machine than the runs
@@ -265,25 +278,17 @@ def report_learning(
     about += dict.fromkeys(summary.about for summary in summaries)
     about += dict.fromkeys(f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed)
     means = {s.name: mean_of(found) for s, each in results.items() if (found := losses_of(each))}
-    titles = {row.name: row.title for row in rows}
-    origins: list[Summary | Comparison] = [*summaries, *timed]
-    write_report(
-        Report(
-            record.folder,
-            title,
-            figures,
-            rows,
-            ran=all_that_ran([stage for stage in results if stage.name in means] or [*results]),
-            remarks=remarks_of(record, all_results, rows),
-            about=[*about, *uncommitted(record, origins)],
-            meaning=meaning,
-            pictures={"learning.svg": "validation losses"},
-            where=places(origins),
-            curves=[
-                curve_of(titles.get(name, name), losses, first.tokens_per_step, {})
-                for name, losses in means.items()
-            ],
-            learns=True,
-        )
+    titles = {row.name: row.title for row in report.rows}
+    report = dataclasses.replace(
+        report,
+        ran=all_that_ran([stage for stage in results if stage.name in means] or [*results]),
+        about=about,
+        pictures={"learning.svg": "validation losses"},
+        curves=[
+            curve_of(titles.get(name, name), losses, first.tokens_per_step, {})
+            for name, losses in means.items()
+        ],
+        learns=True,
     )
+    write_results(record, all_results, [*summaries, *timed], report)
     draw_panels(record.folder / "learning.svg", {"validation": means})

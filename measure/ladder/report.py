@@ -1,6 +1,7 @@
 """Report a ladder, an ablation, and ladders of several machines."""
 
 import csv
+import functools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,8 @@ from measure.interleaved.ratio import product
 from measure.ladder.explain import all_that_ran, card_of, card_of_stage, is_124m
 from measure.ladder.published import REFERENCE, factor, published, published_factor
 from measure.ladder.quick import SUFFIX
-from measure.ladder.record import LIMITS, Record, Run, Summary, curve, read_columns
-from measure.ladder.results import Result, look_up, remarks_of, shortened, uncommitted
+from measure.ladder.record import LIMITS, Record, Run, curve, read_columns
+from measure.ladder.results import Result, look_up, shortened, write_results
 from measure.ladder.stages import Stage, series, series_folder
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row, curve_of, write_report
@@ -28,43 +29,31 @@ Done = Sequence[tuple[Stage, Run]]  # the finished stages
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 # figures of a run's summary in its row; final_loss is missing if the last step was skipped
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
+over_base = functools.partial(Figure, bar=True, over="base")  # a factor, drawn as a bar
 FIGURES = [
     Figure("stage", "stage"),
-    Figure(
+    over_base(
         "over_base",
         "x base",
         meaning="tokens/s over those of its base, the stage that it changes (or the stage before, "
         "if that one is not in this ladder)",
-        bar=True,
-        over="base",
     ),
-    Figure(
+    over_base(
         "predicted_over_base",
         "predicted",
         ".2f",
         "x base, computed before it was timed from counted work and this machine's rates "
         "(docs/why.md)",
-        bar=True,
-        over="base",
     ),
-    Figure(
+    over_base(
         "published_over_base",
         "published",
         ".2f",
         "x base in the published times, on the publisher's GPU. The speedup ladder's times from "
         "speedup1 on are not compared: they were read without waiting for the GPU. ddp was "
         "published for two RTX 4090",
-        bar=True,
-        over="base",
     ),
-    Figure(
-        "a100_over_base",
-        "A100",
-        ".2f",
-        "x base of the same step in the a100 series",
-        bar=True,
-        over="base",
-    ),
+    over_base("a100_over_base", "A100", ".2f", "x base of the same step in the a100 series"),
     Figure(
         "over_first",
         "x first",
@@ -103,14 +92,6 @@ FIGURES = [
 ]
 
 
-def places(origins: Sequence[Summary | Comparison]) -> str:
-    """Return each machine of some results once, with its days."""
-    days = dict[str, set[str]]()
-    for origin in origins:
-        days.setdefault(origin.place, set()).update(filter(None, [origin.date]))
-    return "; ".join(", ".join([place, *sorted(days[place])]) for place in days)
-
-
 # ---- a ladder
 
 
@@ -129,14 +110,14 @@ def speeds_of(results: Sequence[Result]) -> dict[str, Speed]:
         name, base = result.stage.name, (result.stage.base or result.stage).name
         if name not in runs:
             continue
-        over_base, over_first = ratio(runs[name], runs.get(base)), ratio(runs[name], runs[first])
+        factor, total = ratio(runs[name], runs.get(base)), ratio(runs[name], runs[first])
         if result.comparison:
-            over_base = result.comparison.ratio()
+            factor = result.comparison.ratio()
             # a product, if interleaved factors lead all the way from the first stage
             to_base = speeds[base].over_first if base in speeds else None
             if to_base and (base == first or to_base.low):
-                over_first = product([to_base, over_base])
-        speeds[name] = Speed(over_base, over_first)
+                total = product([to_base, factor])
+        speeds[name] = Speed(factor, total)
     return speeds
 
 
@@ -241,11 +222,13 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
-    origins: list[Summary | Comparison] = [
-        *(run.summary for _, run in done),
-        *(result.comparison for result in results if result.run and result.comparison),
-    ]
-    write_report(
+    write_results(
+        record,
+        results,
+        [
+            *(run.summary for _, run in done),
+            *(result.comparison for result in results if result.run and result.comparison),
+        ],
         Report(
             record.folder,
             "A ladder" if ladder == "ladder" else f"The {name} ladder{small}",
@@ -253,15 +236,12 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
             rows,
             ran=all_that_ran([stage for stage, _ in done] or stages),
             result=total_of(rows),
-            remarks=remarks_of(
-                record, results, rows, [] if is_quick else without_published(done, options)
-            ),
-            about=[*about_runs(done, options), *uncommitted(record, origins)],
+            remarks=[] if is_quick else without_published(done, options),
+            about=about_runs(done, options),
             pictures={"loss.svg": "loss curves, measured over published"} if panels else {},
             bars="speed.svg",
-            where=places(origins),
             curves=curves,
-        )
+        ),
     )
 
 
@@ -401,17 +381,18 @@ def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[St
             }
             rows.append(Row(optimization, values))
     about = dict.fromkeys(f"{c.machine}; device {c.device}, commit {c.git}" for c in found)
-    write_report(
+    write_results(
+        record,
+        results,
+        found,
         Report(
             record.folder,
             f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
             WORTH,
             rows,
-            remarks=remarks_of(record, results, rows),
-            about=[*about, *uncommitted(record, found)],
+            about=[*about],
             bars="worth.svg",
-            where=places(found),
-        )
+        ),
     )
 
 
@@ -457,8 +438,8 @@ def across(folders: Sequence[str], out: Path) -> None:
         if folder.name.endswith(SUFFIX):
             name += ", small model"
         machines.append(str(folder) if name in machines else name)
-        for pair, over_base in factors_in(folder / "results.csv").items():
-            factors.setdefault(pair, {})[machines[-1]] = over_base
+        for pair, found in factors_in(folder / "results.csv").items():
+            factors.setdefault(pair, {})[machines[-1]] = found
         if place := series_folder(folder.name.removesuffix(SUFFIX)):
             files |= {path.stem: path for path in series(place)}
     rows = list[Row]()
@@ -470,7 +451,7 @@ def across(folders: Sequence[str], out: Path) -> None:
             row.values.update(published_factors(files[stage], files[base]))
         row.values["stage"] = row.label
         rows.append(row)
-    columns = [Figure(name, name, bar=True, over="base") for name in (*machines, *PUBLISHED)]
+    columns = [over_base(name, name) for name in (*machines, *PUBLISHED)]
     write_report(
         Report(
             out,

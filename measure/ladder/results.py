@@ -1,12 +1,15 @@
 """Look up what a ladder's record has for its stages, and explain what is left out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from measure.interleaved.comparison import Comparison, Origin
-from measure.ladder.record import DIRTY, FILE, Prediction, Record, Run, differences
+from measure.interleaved.comparison import Comparison
+from measure.ladder.record import DIRTY, FILE, Prediction, Record, Run, Summary, differences
 from measure.ladder.stages import Stage
+from measure.report.report import Report, write_report
+
+Origins = Sequence[Summary | Comparison]  # results with their machine, day and commit
 
 
 @dataclass
@@ -51,22 +54,32 @@ def look_up(record: Record, stage: Stage) -> Result:
     return found
 
 
-def remarks_of(
-    record: Record, results: Sequence[Result], rows: Sequence[object], notes: Sequence[str] = ()
-) -> list[str]:
-    """Return a line for each failure of this climb, each result that is left out, and each note.
+def write_results(
+    record: Record, results: Sequence[Result], origins: Origins, report: Report
+) -> None:
+    """Write a report with the failures of this climb, the results that are left out, the machines
+    and the changed files.
 
-    Without any, and without rows: what the record has, and what it lacks.
+    Raises TrainingError without rows; it has the reason.
     """
-    remarks = [*record.failures, *chain(*(result.notes for result in results)), *notes]
+    remarks = [*record.failures, *chain(*(result.notes for result in results)), *report.remarks]
     has = [*record.runs, *(f"rounds of {name}" for name in record.comparisons)]
-    if has and not rows and not remarks:
+    if has and not report.rows and not remarks:
         lacks = [result.stage.key for result in results if not (result.run or result.comparison)]
         remarks.append(f"note: {FILE} has {shortened(has)}, but lacks {shortened(lacks)}")
-    return remarks
+    about = [*report.about, *uncommitted(record, origins)]
+    write_report(replace(report, remarks=remarks, about=about, where=places(origins)))
 
 
-def uncommitted(record: Record, origins: Sequence[Origin]) -> Iterator[str]:
+def places(origins: Origins) -> str:
+    """Return each machine of some results once, with its days."""
+    days = dict[str, set[str]]()
+    for origin in origins:
+        days.setdefault(origin.place, set()).update(filter(None, [origin.date]))
+    return "; ".join(", ".join([place, *sorted(days[place])]) for place in days)
+
+
+def uncommitted(record: Record, origins: Origins) -> Iterator[str]:
     """Yield a line for each commit that was changed when it made results: its changed files."""
     for commit in dict.fromkeys(origin.git for origin in origins):
         if commit and commit.endswith(DIRTY):

@@ -122,26 +122,24 @@ def write_report(report: Report) -> None:
     names, *others = report.figures
     figures = [figure for figure in others if any(map(figure.text, rows))]
     headings = [figure.heading for figure in (names, *figures)]
-    cells = [
-        [names.text(row) or row.name, *(figure.text(row) for figure in figures)] for row in rows
-    ]
+    cells = [[names.text(row) or row.name, *(f.text(row) for f in figures)] for row in rows]
     factors = [factors_of(row, figures) for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
+    bars = {
+        row.label: {figure.heading: factor for figure, factor in of_row.items()}
+        for row, of_row in zip(rows, factors, strict=True)
+        if of_row
+    }
     pictures = report.pictures
-    if report.bars and any(factors):
+    if report.bars and bars:
         pictures = {report.bars: "factors with their intervals", **pictures}
-        bars = {
-            row.label: {figure.heading: factor for figure, factor in of_row.items()}
-            for row, of_row in zip(rows, factors, strict=True)
-            if of_row
-        }
         draw_bars(folder / report.bars, bars, report.where)
-    has_intervals = any(figure.bar for figure in figures) and not report.learns
+    intervals = INTERVALS if any(figure.bar for figure in figures) and not report.learns else ""
     parts = vars(report) | {
         "lead": [line for line in (report.ran, report.result) if line],
         "table": markdown_table(headings, cells),
         "meanings": [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning],
-        "notes": [*filter(None, [report.meaning, INTERVALS if has_intervals else ""])],
+        "notes": [note for note in (report.meaning, intervals) if note],
         "pictures": pictures,
         "figures": figures,
         "rows": [*zip(rows, factors, strict=True)],
