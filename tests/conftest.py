@@ -495,12 +495,6 @@ def wait_for(condition, process, seconds=100):
         time.sleep(0.01)
 
 
-def children(process):
-    """Process numbers of a process's children."""
-    numbers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return sorted(map(int, numbers))
-
-
 def kill_all(pids):
     """kill -9 of processes, of which some may have ended."""
     for pid in pids:

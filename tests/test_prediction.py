@@ -15,7 +15,6 @@ from measure.ladder.record import Device, Predictions, Record
 from measure.ladder.results import look_up
 from measure.ladder.roofline import Counter, count, fuse, predict
 from tests.conftest import CPU, ROOT, TINY, TINY_RUN
-from tests.evidence.predict_a100 import describe_hits
 from tests.test_ladder import plan
 
 SMALL = TINY | TINY_RUN | {"n_layer": 1}
@@ -76,13 +75,6 @@ def test_fused_operations_move_about_as_much_as_inductors_kernels():
     fused = sum(op.bytes for op in operations if op.name == "fused") / 1e9
     assert triton == pytest.approx(15.23)
     assert fused == pytest.approx(triton, rel=0.2)
-
-
-def test_hits_are_counted_beside_those_of_always_1_and_only_where_something_moves():
-    factors = [(1.0, 1.1), (1.0, 1.25), (3.0, 2.5), (3.0, 2.0)]
-    assert describe_hits(factors) == (
-        "2 of the 3 published factors beyond 15% are predicted within 25% (always 1: 1)."
-    )
 
 
 def test_the_slowest_of_arithmetic_memory_and_launch_is_what_an_operation_takes():

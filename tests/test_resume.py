@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from config import load_config
 from data.token_file import write_corpus
 from run.log import read_rows
 from runtime.cli import ConfigError
-from tests import soak
 from tests.conftest import (
     ALONE,
     COMPILED,
@@ -31,13 +31,13 @@ from tests.conftest import (
     ended,
     flags,
     folder_of,
-    fork_server,
     log,
     poisoned_at,
     refused,
     reseal,
     run,
     run_ranks,
+    start,
     start_ranks,
     wait_for,
 )
@@ -131,12 +131,22 @@ def test_what_a_kill_has_torn_or_prevented_is_there_once_after_a_resume(lost, go
         assert again[name] == summary[name], name
 
 
-def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(capsys):
-    fork_server()  # the tests' own, which has PyTorch at hand; at length: python tests/soak.py
-    status = soak.main(soak.SoakOptions(kills=2, longest_life=1.0))
-    output = capsys.readouterr()
-    assert status == 0, output
-    assert "0 run(s) ended with other weights" in output.out
+def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(
+    go, here, tiny_config, tmp_path
+):
+    options = {"dropout": 0.1, "shuffle": True, "max_steps": 60, "checkpoint_every": 1}
+    options |= {"eval_every": 10, "val_fraction": 0.1}
+    go(**options, run_name="straight")
+    command = flags(tiny_config(**options, run_name="train", resume="auto"))
+    # At length: logs/results/epyc-2cores/soak.sh.
+    for seconds in (0.03, 0.1):
+        before = all_checkpoints(here)
+        with ended([start("train.py", *command, cwd=tmp_path, OMP_NUM_THREADS="1")]) as (process,):
+            wait_for(lambda before=before: all_checkpoints(here)[-1:] != before[-1:], process)
+            time.sleep(seconds)
+    assert newest(here).name < "step_000060"
+    go(**options, resume="auto")
+    assert end_of(here) == end_of(here.with_name("straight"))
 
 
 def test_a_signal_in_the_last_step_does_not_leave_out_the_last_evaluation(go, stop_at):

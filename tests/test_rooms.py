@@ -38,6 +38,7 @@ measure/ladder => {RECIPE} run train measure.interleaved measure.ladder measure.
 measure/preflight => {RECIPE} run train measure.interleaved measure.preflight
 measure/peer.py => {RECIPE} run train measure.interleaved
 measure/profile.py => {RECIPE} run train measure.interleaved measure.report
+logs => {RECIPE} measure tests train
 """
 MAY_IMPORT = dict(cases(TABLE))
 
