@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from xml.etree import ElementTree
 
 import pytest
 
@@ -252,24 +251,3 @@ def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
     assert tab.locator("#chart canvas").count() == 1
     assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]
     assert "NaN, [Infinity]" in tab.locator(".u-legend").inner_text()
-
-
-def test_the_picture_of_factors_has_a_bar_for_each_hollow_without_an_interval(ladder):
-    picture = (ladder / "speed.svg").read_text()
-    ElementTree.fromstring(picture)
-    assert "a &lt;made-up&gt; machine" in picture
-    rows = table(ladder / "results.csv")
-    of_bars = [f.name for f in FIGURES if f.bar]
-    bars = [
-        (row, n) for name, row in rows.items() for n in of_bars if name != "baseline" and row[n]
-    ]
-    highs = [float(row.get(f"{n}_high") or row[n]) for row, n in bars]
-    drawn = re.findall(r'<rect class="bar c\d( hollow)?" .*? width="([0-9.]+)"', picture)
-    assert [bool(hollow) for hollow, _ in drawn] == [not row.get(f"{n}_low") for row, n in bars]
-    widths = [285 * float(row[n]) / max(highs) for row, n in bars]
-    assert [float(width) for _, width in drawn] == pytest.approx(widths, abs=0.06)
-    ends = re.findall(r'<line class="interval" x1=".*?" x2="([0-9.]+)"', picture)
-    whiskers = [
-        260 + 285 * float(row[f"{n}_high"]) / max(highs) for row, n in bars if row.get(f"{n}_high")
-    ]
-    assert [*map(float, ends)] == pytest.approx(whiskers, abs=0.06)

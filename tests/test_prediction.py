@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from config import load_config
-from measure.ladder import roofline
 from measure.ladder.climb import predict_stages
 from measure.ladder.record import Device, Predictions, Record
 from measure.ladder.results import look_up
-from measure.ladder.roofline import Counter, count, fuse, predict
+from measure.ladder.roofline import Counter, count, fuse, predict, rate_of_fp32
 from tests.conftest import CPU, ROOT, TINY, TINY_RUN
 from tests.test_ladder import plan
 
@@ -110,23 +109,27 @@ def test_bf16_is_as_fast_as_its_own_matmuls_and_compiled_models_launch_less():
     assert launches[1] < 0.9 * launches[0]
 
 
-def test_the_precision_medium_is_as_fast_as_bf16_on_a_cpu_with_amx_only(monkeypatch):
-    slow = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
-    seconds = []
-    for amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: BF16 | {"amx_bf16": amx})
-        seconds.append(predict(config_of(matmul_precision="medium"), slow, CPU).arithmetic)
-    plain = predict(config_of(), slow, CPU).arithmetic
-    assert seconds == pytest.approx([plain, plain / 2], rel=0.01)
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_the_precision_medium_is_tf32_on_a_gpu_as_high_is(precision, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "precision", "amx", "rate"),
+    [
+        ("cpu", "medium", True, "bfloat16"),
+        ("cpu", "medium", False, "float32"),
+        ("cpu", "highest", True, "float32"),
+        ("cuda", "high", True, "tf32"),
+        ("cuda", "medium", True, "tf32"),
+        ("cuda", "highest", True, "float32"),
+    ],
+)
+def test_fp32_is_as_fast_as_the_precision_of_its_matmuls(device, precision, amx, rate, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(roofline, "count", lambda config, _: count(config, CPU))
-    slow = rates(tflops={"float32": 1e-3, "tf32": 3e-3, "bfloat16": 9e-3})
-    found = predict(config_of(matmul_precision=precision), slow, torch.device("cuda"))
-    assert found.arithmetic == pytest.approx(predict(config_of(), slow, CPU).arithmetic / 3)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: BF16 | {"amx_bf16": amx})
+    config = config_of(matmul_precision=precision)
+    assert rate_of_fp32(config, torch.device(device)) == rate
+    if device == "cpu":
+        slow = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
+        plain = predict(config_of(), slow, CPU).arithmetic
+        halves = 2 if rate == "bfloat16" else 1
+        assert predict(config, slow, CPU).arithmetic == pytest.approx(plain / halves, rel=0.01)
 
 
 @pytest.fixture

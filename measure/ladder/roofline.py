@@ -184,9 +184,7 @@ def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
     operations = count(config, device)
     if config.compile:
         operations = fuse(operations)
-    fp32 = "float32"
-    if usable_precision(device, config.fp32_precision()) != "highest":  # the precision in effect
-        fp32 = "tf32" if device.type == "cuda" else "bfloat16" if cpu_has("amx_bf16") else fp32
+    fp32 = rate_of_fp32(config, device)
     seconds: dict[str, Any] = dict.fromkeys(LIMITS, 0.0)
     for op in operations:
         tflops = rates.tflops[fp32 if op.dtype == "float32" else op.dtype]
@@ -194,6 +192,15 @@ def predict(config: Config, rates: Device, device: torch.device) -> Prediction:
         slowest, limit = max(zip(takes, LIMITS, strict=True))
         seconds[limit] += slowest
     return Prediction(tokens=config.tokens_per_step(1), **seconds)
+
+
+def rate_of_fp32(config: Config, device: torch.device) -> str:
+    """Return the name of the rate that fp32 matmuls reach, in the precision in effect."""
+    if usable_precision(device, config.fp32_precision()) == "highest":
+        return "float32"
+    if device.type == "cuda":
+        return "tf32"
+    return "bfloat16" if cpu_has("amx_bf16") else "float32"
 
 
 def predict_all(configs: list[Config], rates: Device) -> list[Prediction]:
