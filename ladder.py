@@ -48,7 +48,7 @@ from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.start import start
 
-Measure = Callable[[str], Device]  # as measure_device
+Measure = Callable[[str], Device]  # measures a device by its name
 
 
 class LadderOptions(Options):
@@ -188,7 +188,7 @@ def planned_ablation(
     return trained, pairs
 
 
-# ---- what the command does
+# ---- the command
 
 
 def climb(options: LadderOptions, of_runs: list[str], measure: Measure) -> Record:

@@ -75,7 +75,7 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
     assert f"{aa['lower']:.4f}".endswith("0.0000 +- 0.0497 (within noise)")
     assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
-    assert muon["time_share"].value == pytest.approx(0.5)  # at the same speed
+    assert muon["time_share"].value == pytest.approx(0.5)  # both have the same speed
     del record.runs["muon_seed_3"]
     assert [row.name for row in rows_of(results_of(record, seeds))] == ["adamw", "aa"]
 

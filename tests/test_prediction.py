@@ -1,4 +1,4 @@
-"""What a stage is predicted to be worth: counted work, and the rates of a device."""
+"""Predictions of a stage's speed, from counted work and the rates of a device."""
 
 import json
 import re

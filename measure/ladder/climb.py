@@ -79,7 +79,7 @@ def train_and_compare(
         if predicts:
             predict_stages(record, compared, device)
         run_stages(record, to_train, device)
-        if stages:  # only those that have finished
+        if stages:  # some may have failed
             done = record.runs.keys()
             to_compare = [s for s in to_compare if s.base and {s.name, s.base.name} <= done]
         interleave_stages(record, to_compare, rounds, device)
@@ -167,8 +167,8 @@ def run_commands(commands: Sequence[list[str]], waiting: Waiting) -> list[str | 
 
 
 def shares_of_machine(processes: int) -> list[dict[str, str]]:
-    """Return the environments of processes at once: a GPU each, of those that the user has chosen,
-    and a share of the cores. One alone has all.
+    """Return the environments of processes at once: one of the user's GPUs each,
+    and a share of the cores. One process alone has all.
     """
     if processes == 1:
         return [{}]
@@ -195,12 +195,12 @@ def run_stages(
     record: Record,
     stages: Sequence[Stage],
     device: Device,
-    run: Callable[[Sequence[list[str]], Waiting], list[str | None]] = run_commands,
+    execute: Callable[[Sequence[list[str]], Waiting], list[str | None]] = run_commands,
 ) -> None:
     """Run stages, and keep the finished runs, and the failures, in the record.
 
     With seeds only losses are compared, so several runs of one rank train at once: at most one per
-    seed, and one per GPU, or per CORES_OF_A_RUN cores. `run` runs commands at once.
+    seed, and one per GPU, or per CORES_OF_A_RUN cores. `execute` runs commands at once.
     """
     at_once = min(record.seeds, device.gpus or cores() // CORES_OF_A_RUN) or 1
     if any(stage.ranks > 1 for stage in stages):
@@ -210,7 +210,7 @@ def run_stages(
         names = ", ".join(stage.name for stage in together)
         print(f"== {i + len(together)} of {len(stages)}: {names}", flush=True)
         waiting = until_first_step(record.folder, together, device)
-        errors = run([stage.command(record.folder) for stage in together], waiting)
+        errors = execute([stage.command(record.folder) for stage in together], waiting)
         for stage, error in zip(together, errors, strict=True):
             keep_run(record, stage, error)
 

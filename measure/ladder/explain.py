@@ -33,7 +33,7 @@ def card_of(name: str, file: Path, base: Path) -> Card:
         for path in (below[: below.index(base)] if base in below else [])
         if path.stem in CHANGE_SPEED or path.parent != CONFIG_DIR
     ]
-    files = [file] if file != base else []  # the YAMLs that say what changed
+    files = [file] if file != base else []  # the YAMLs of the change
     if file == base and name != file.stem:
         title, why = "The same again", ["At most its seed differs: its factor is noise (A/A)."]
     elif len(skipped) == 1:  # two changes at once: the title names both

@@ -22,7 +22,7 @@ from measure.report.report import Figure, Report, Row, curve_of
 from runtime.report import Estimate
 
 Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
-Results = Mapping[Stage, Sequence[Result]]  # of each seed of a stage
+Results = Mapping[Stage, Sequence[Result]]  # one result per seed
 
 NOISE = (
     "after +-: the half width of the mean's 95% interval, by Student's t, with the variance over "
@@ -102,13 +102,13 @@ WORTH = [
 
 
 class Learned(NamedTuple):
-    """Validation losses of a stage, one curve per seed, and those that they are compared with."""
+    """Validation losses, a curve per seed, of a stage and of the stages to compare it with."""
 
     name: str
     losses: list[Curve]
-    base: list[Curve]  # whose final loss is compared; empty without a base
-    goal: list[Curve]  # whose final loss is to be reached; empty for the first stage
-    is_paired: bool  # with the seeds of the base
+    base: list[Curve]  # its final loss is compared; empty without a base
+    goal: list[Curve]  # its final loss is to be reached; empty for the first stage
+    is_paired: bool  # the base has the same seeds
     speed: Estimate | None  # over the stage of `goal`
 
 

@@ -38,7 +38,7 @@ def copy_rate(device: torch.device) -> float | None:
     source = torch.empty(2**26, device=device)
     target = source.clone()
     seconds = steady(lambda: timed(lambda: target.copy_(source), device), seconds=0.3)
-    return seconds and 2 * source.nbytes / 1e9 / seconds
+    return 2 * source.nbytes / 1e9 / seconds if seconds else None
 
 
 def launch_us(device: torch.device) -> float | None:
@@ -50,7 +50,7 @@ def launch_us(device: torch.device) -> float | None:
             one.add_(0)
 
     seconds = steady(lambda: timed(launch, device), seconds=0.05)
-    return seconds and 1e6 / times * seconds
+    return 1e6 / times * seconds if seconds else None
 
 
 def measure(name: str) -> Device:

@@ -216,7 +216,7 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
     if panels:
         draw_panels(record.folder / "loss.svg", panels)
     draw_times(record.folder, done, rows)
-    is_quick = ladder.endswith(SUFFIX)  # of another model than the published one
+    is_quick = ladder.endswith(SUFFIX)  # its model is not the published one
     name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
     small = ", with a small model" if is_quick and not is_124m(stages[0].config) else ""
     options = shlex.join(

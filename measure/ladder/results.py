@@ -1,4 +1,4 @@
-"""Look up what a ladder's record has for its stages, and explain what is left out."""
+"""Look up the results of stages in a ladder's record, and explain why some are left out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class Result:
     run: Run | None = None
     comparison: Comparison | None = None
     prediction: Prediction | None = None
-    notes: list[str] = field(default_factory=list)  # what is left out, and why
+    notes: list[str] = field(default_factory=list)  # each names a left-out result and the reason
 
 
 def look_up(record: Record, stage: Stage) -> Result:

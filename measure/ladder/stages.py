@@ -1,4 +1,4 @@
-"""Plan the stages of a ladder, and those that an ablation compares."""
+"""Plan the stages of a ladder or of an ablation."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ RESERVED = {"--config", "--run_name", "--log_dir", "--resume", "--print_config"}
 class Stage:
     """A config with options, as a ladder or an ablation trains it, and the stage that it changes.
 
-    `Result` has what the record knows of it.
+    Its results are in `Result`.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Stage:
     options: list[str]
     config: Config  # includes the options
     wants_bf16: bool  # in its file; a device may replace it
-    listed: Published  # of its file
-    published: Published  # of its file, if it trains like that; else empty
+    listed: Published  # the published figures of its file
+    published: Published  # the same, but empty if its options change the losses
     ranks: int = 1
     base: "Stage | None" = None  # the stage that it is compared with; None for the first
     comparison: str = ""  # its comparison's name in the record (default: its own)
