@@ -461,7 +461,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 on.append(label if value is True else f"{label} {show(value)}")
             elif mark.listed:
                 off.append(label)
-        (on if world_size > 1 else off).append("several ranks")
+        of_ranks = on if world_size > 1 else off
+        of_ranks.append("several ranks")
         return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
 
     def notes(self) -> list[str]:

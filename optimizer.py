@@ -96,15 +96,15 @@ def make_muon(
     model: nn.Module, config: Config, rank: int, world_size: int
 ) -> list[torch.optim.Optimizer]:
     """Build Muon for the blocks' matrices, and AdamW for all other parameters."""
-    qkv, others = list[Tensor](), list[Tensor]()
-    for name, module in model.get_submodule("transformer.h").named_modules():
-        if isinstance(module, nn.Linear):
-            # c_attn is three matrices in one matmul: queries, keys and values
-            (qkv if name.endswith("c_attn") else others).append(module.weight)
+    modules = model.get_submodule("transformer.h").named_modules()
+    matrices = {name: module.weight for name, module in modules if isinstance(module, nn.Linear)}
+    # c_attn is three matrices in one matmul: queries, keys and values
+    qkv = [p for name, p in matrices.items() if "c_attn" in name]
+    others = [p for name, p in matrices.items() if "c_attn" not in name]
     groups = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
     decay = config.muon_weight_decay
     muon = Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
-    return [*make_adamw(model, config, without=[*qkv, *others]), muon]
+    return [*make_adamw(model, config, without=[*matrices.values()]), muon]
 
 
 class Update(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint.weights import load_model
-from model import BlockInputs, rms_norm, rotate
+from model import rms_norm, rotate
 from tests.conftest import ALONE, MODERN, grown, refused
 from tests.test_export import exported
 from tests.test_model import assert_same, close, tokens
@@ -96,37 +96,34 @@ def test_a_softcap_bounds_the_logits_of_texts_and_loss_but_padding_stays_out(sha
     close(one, other)
 
 
-def test_the_value_residual_mixes_in_the_first_layers_values(shaken):
-    model, idx = shaken(value_residual=True, n_layer=4), tokens()
+@pytest.mark.parametrize("flag", ["value_residual", "embed_shortcut"])
+def test_first_values_and_embedded_tokens_reach_every_block_in_its_own_share(shaken, flag):
+    model, idx = shaken(n_layer=4, **{flag: True}), tokens()
     below, first = model.transformer, None
-    x = below.wte(idx) + below.wpe.weight[:16]
-    for block, share in zip(below.h, (0.0, 0.2, 0.5, 0.7), strict=True):
-        q, k, v = block.attn.c_attn(block.ln_1(x)).chunk(3, dim=2)
-        if first is None:
-            first = v
-            assert not hasattr(block.attn, "value_mix")
-        else:
-            block.attn.value_mix.data.fill_(share)
-        v = (1 - share) * v + share * first
-        heads = (t.unflatten(2, (2, 16)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+    x = x0 = below.wte(idx) + below.wpe.weight[:16]
+    if flag == "embed_shortcut":
+        x = x0 = rms_norm(x0)
+    for layer, block in enumerate(below.h):
+        if flag == "embed_shortcut":
+            block.shortcut.data += layer
+            keep, add = block.shortcut
+            x = keep * x + add * x0
+        q, k, v = (
+            block.attn.c_attn(block.ln_1(x)).unflatten(2, (3, 2, 16)).transpose(1, 3).unbind(2)
+        )
+        first = v if first is None else first
+        if flag == "value_residual" and layer:
+            block.attn.value_mix.data.fill_(layer / 5)
+            v = (1 - layer / 5) * v + layer / 5 * first
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + block.attn.c_proj(y.transpose(1, 2).flatten(2))
         x = x + block.mlp(block.ln_2(x))
     close(below(idx), below.ln_f(x), rtol=1e-4, atol=1e-4)
 
 
-def test_the_embedding_shortcut_adds_the_tokens_again_before_a_block(shaken):
-    model, idx = shaken(embed_shortcut=True), tokens()
-    below = model.transformer
-    x = x0 = rms_norm(below.wte(idx) + below.wpe.weight[:16])
-    for block in below.h:
-        keep, add = block.shortcut
-        x = keep * x + add * x0
-        x = x + block.attn(block.ln_1(x), BlockInputs())[0]
-        x = x + block.mlp(block.ln_2(x))
-    close(below(idx), below.ln_f(x))
-    fresh = type(below.h[0])(model.config, 0)
-    assert fresh.shortcut.tolist() == [1, 0]
+def test_the_embedding_shortcut_begins_without_the_tokens(tiny_model):
+    for block in tiny_model(embed_shortcut=True).transformer.h:
+        assert block.shortcut.tolist() == [1, 0]
 
 
 # ---- all work with everything else
