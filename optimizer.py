@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ def rate_of(p: Tensor, module: nn.Module, model: nn.Module, config: Config) -> f
 
 
 def parameter_groups(
-    model: nn.Module, config: Config, without: Sequence[Tensor] = ()
+    model: nn.Module, config: Config, without: Iterable[Tensor] = ()
 ) -> list[dict[str, Any]]:
     """Group the parameters, except `without`, by learning rate and weight decay."""
     groups, seen = defaultdict[tuple[float, float], list[Tensor]](list), {*without}
@@ -72,16 +72,10 @@ def parameter_groups(
     ]
 
 
-def make_adamw(
-    model: nn.Module,
-    config: Config,
-    rank: int = 0,
-    world_size: int = 1,
-    without: Sequence[Tensor] = (),
-) -> list[torch.optim.Optimizer]:
-    """Build AdamW for all parameters except `without`."""
-    adamw = torch.optim.AdamW(
-        parameter_groups(model, config, without),
+def adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
+    """Build AdamW for groups of parameters."""
+    return torch.optim.AdamW(
+        groups,
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
@@ -89,7 +83,13 @@ def make_adamw(
         # PyTorch's own choice.
         fused=config.fused_adamw or None,
     )
-    return [adamw]
+
+
+def make_adamw(
+    model: nn.Module, config: Config, rank: int, world_size: int
+) -> list[torch.optim.Optimizer]:
+    """Build AdamW for all parameters."""
+    return [adamw(parameter_groups(model, config), config)]
 
 
 def make_muon(
@@ -104,7 +104,7 @@ def make_muon(
     groups = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
     decay = config.muon_weight_decay
     muon = Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
-    return [*make_adamw(model, config, without=[*matrices.values()]), muon]
+    return [adamw(parameter_groups(model, config, without=matrices.values()), config), muon]
 
 
 class Update(NamedTuple):
@@ -213,10 +213,7 @@ class Muon(torch.optim.Optimizer):
 # gradients, after the weights are restored: it must leave finite weights. With `defaults["fused"]`
 # an optimizer skips an update itself, on the device, if `found_inf` is 1. EXCLUDED_BY in config.py
 # has the options that a choice excludes; mark options that it does not use with Needs.
-OPTIMIZERS: dict[str, Callable[[nn.Module, Config, int, int], list[torch.optim.Optimizer]]] = {
-    "adamw": make_adamw,
-    "muon": make_muon,
-}
+OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}
 
 
 def orthogonalize(x: Tensor) -> Tensor:
