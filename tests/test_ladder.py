@@ -572,7 +572,7 @@ def test_machines_are_set_beside_each_other_and_beside_the_published_factors():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "not the table of a ladder (FileNotFoundError"),
+        (None, "cannot be read: No such file or directory; --across takes folders of ladders"),
         ("a,b\n1,2\n", "not the table of a ladder (KeyError: 'stage'"),
         (FACTORS, "has no stage with a base, so no factor"),
         (f"{FACTORS}b,a,fast,,,\n", "not the table of a ladder (ValueError: could not convert"),

@@ -415,11 +415,12 @@ def factors_in(table: Path) -> dict[tuple[str, str], Estimate | None]:
             values = [float(line[column]) for column in columns if line.get(column)]
             if pair[0] != pair[1] and not line.get("in_place_of_added_bf16"):
                 found[pair] = Estimate(*values) if values else None
-    except (OSError, LookupError, ValueError, csv.Error) as error:
+    except OSError as error:
         raise UserError(
-            f"{table}: not the table of a ladder ({in_a_line(error)}); --across takes folders of "
-            "ladders"
+            f"{table}: cannot be read: {error.strerror}; --across takes folders of ladders"
         ) from None
+    except (LookupError, ValueError, csv.Error) as error:
+        raise UserError(f"{table}: not the table of a ladder ({in_a_line(error)})") from None
     if not found:
         raise UserError(f"{table}: has no stage with a base, so no factor")
     return found
