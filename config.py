@@ -284,7 +284,8 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         # With `resume`, all other options are the checkpoint's: run/start.py merges the
         # two and validates the result.
         if self.resume is None:
-            yield from self._contradictions(world_size)
+            yield from self._contradictions()
+            yield from self._indivisible_batch(world_size)
 
     def _wrong_names(self, run_name_is_given: bool) -> Iterator[tuple[str, str]]:
         """Yield mistakes in the run's name: the option to blame, and a message."""
@@ -305,7 +306,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                     "--resume",
                 )
 
-    def _contradictions(self, world_size: int) -> Iterator[tuple[str, str]]:
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield options that exclude each other: the one to blame, and a message."""
         if self.n_embd % self.n_head:
             yield (
@@ -342,6 +343,9 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
         for name, why in EXCLUDED_BY.get(self.optimizer, {}).items():
             if getattr(self, name):
                 yield "optimizer", f"{self.optimizer} excludes {name}: {why}"
+
+    def _indivisible_batch(self, world_size: int) -> Iterator[tuple[str, str]]:
+        """Yield a total_batch_tokens that no number of micro-steps makes up, and a message."""
         micro_step = self.batch_size * self.seq_len * world_size
         total = self.tokens_per_step(world_size)
         if rest := total % micro_step:
