@@ -73,9 +73,8 @@ def train_and_compare(
         ]
         if to_train or to_compare:
             record.keep_changes(git_commit(), git_diff())
-        record.save()
-        if to_train or to_compare:
             announce(to_train, to_compare, rounds, device)
+        record.save()
         if predicts:
             predict_stages(record, compared, device)
         run_stages(record, to_train, device)
@@ -281,23 +280,12 @@ def interleave_stages(record: Record, stages: Sequence[Stage], rounds: int, devi
 def sides_of(record: Record, pair: Sequence[Stage], device: Device) -> list[Side]:
     """Return the sides of two stages.
 
-    If both do not fit in memory, each returns freed memory after its turn: otherwise one process
-    would keep memory from the other one, and the comparison would be unfair.
+    If memory may not have room for both, each returns freed memory after its turn: otherwise one
+    process would keep memory from the other one, and the comparison would be unfair. The stages of
+    an ablation have no runs, so their peaks are not known.
     """
-    environment = {} if fit_together(record, pair, device) else {"FREES_CACHE": "1"}
+    runs = [record.runs[stage.name] for stage in pair if stage.name in record.runs]
+    needed = HEADROOM * sum(run.summary.peak_memory_mb for run in runs)
+    fit = device.memory_mb is None or (len(runs) == len(pair) and needed <= device.memory_mb)
+    environment = {} if fit else {"FREES_CACHE": "1"}
     return [training_side(stage.name, stage.arguments, environment) for stage in pair]
-
-
-def fit_together(record: Record, pair: Sequence[Stage], device: Device) -> bool:
-    """True if memory has room for both stages, or the device does not report it.
-
-    False if a peak is not known: the stages of an ablation have no runs.
-    """
-    if device.memory_mb is None:
-        return True
-    peaks = [
-        record.runs[stage.name].summary.peak_memory_mb
-        for stage in pair
-        if stage.name in record.runs
-    ]
-    return len(peaks) == len(pair) and HEADROOM * sum(peaks) <= device.memory_mb
