@@ -25,6 +25,7 @@ from torch import Tensor
 from data.ahead import map_ahead
 from data.manifest import check_shards
 from data.token_file import COMPARED_WHOLE, MAX_VOCAB, TokenFile, TokenFileError, split_of
+from runtime.console import log
 
 COUNTED_AT_ONCE = 2**20  # tokens; np.bincount makes an int64 of each
 READ_AHEAD = 4  # batches read in parallel: a shuffled one waits for the disk several times
@@ -182,24 +183,21 @@ class DataLoader:
                 "fewer ranks"
             )
 
-    def describe(self, val: TokenStream) -> list[str]:
-        """Return lines on the tokens, the epochs and a step, and a note on files that are too short
-        for a sequence.
-        """
+    def announce(self, val: TokenStream) -> None:
+        """Tell the tokens, the epochs and a step; note files that are too short for a sequence."""
         T, folder = self.stream.seq_len, self.stream.spans[0].file.path.parent
         validation = f", and {val.tokens:,} for validation" if val.tokens else ""
-        lines = [
-            f"loaded {self.stream.tokens:,} tokens of {folder}{validation}",
-            f"1 epoch = {self.steps_per_epoch:,} batches",
+        log.info(f"loaded {self.stream.tokens:,} tokens of {folder}{validation}")
+        log.info(f"1 epoch = {self.steps_per_epoch:,} batches")
+        log.info(
             f"1 step = {self.global_batch * T:,} tokens: batch_size {self.batch_size} x seq_len "
-            f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps",
-        ]
+            f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps"
+        )
         if short := sum(stop - start <= T for _, start, stop in self.stream.spans):
-            lines.append(
-                f"note: {short} of {len(self.stream.spans)} token files are too short for a "
+            log.warning(
+                f"{short} of {len(self.stream.spans)} token files are too short for a "
                 f"sequence of {T}, and unused: no sequence crosses the end of a file"
             )
-        return lines
 
     @property
     def steps_per_epoch(self) -> int:

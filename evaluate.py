@@ -5,9 +5,7 @@ Prints the validation loss, perplexity and bits per byte, always over the same t
 once, and the HellaSwag score. Under torchrun the ranks share the work.
 """
 
-import contextlib
 import math
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -73,6 +71,7 @@ from inference.validation import (
 )
 from model import GPT
 from run.start import check_same_tokens
+from runtime.console import Console, log
 from runtime.device import (
     check_precision,
     choose_device,
@@ -107,10 +106,9 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
         "batch_size": config.batch_size,
         "torch": torch.__version__,
     }
-    print(
+    log.info(
         f"{path}: {results['parameters']:,} parameters, {config.matmul_dtype}, batch_size "
-        f"{config.batch_size}; device {results['device']}, processes: {world.world_size}",
-        flush=True,
+        f"{config.batch_size}; device {results['device']}, processes: {world.world_size}"
     )
     dtype = set_precision(config, weights, world.device)
     # Read everything before computing anything, so that mistakes end the command at once.
@@ -162,15 +160,15 @@ def merge_options(options: EvaluateOptions, weights: Weights) -> Config:
 
 
 def set_precision(config: Config, weights: Weights, device: torch.device) -> torch.dtype:
-    """Set the precision of the whole process, like train.setup, and print notes.
+    """Set the precision of the whole process, like train.setup, and tell notes.
 
     Returns the dtype of matmuls. Raises UserError if the device lacks it.
     """
     dtype, precision = getattr(torch, config.matmul_dtype), config.fp32_precision()
     make_repeatable(device)
     torch.set_float32_matmul_precision(usable_precision(device, precision))
-    for note in weights.notes() + check_precision(device, dtype, precision):
-        print(f"note: {note}")
+    weights.note_options()
+    check_precision(device, dtype, precision)
     return dtype
 
 
@@ -182,7 +180,7 @@ def open_validation(
     """
     if not config.dataset:
         for name in sorted({"tokens", "seq_len", "val_fraction"} & options.model_fields_set):
-            print(f"note: {name} has no effect without a validation loss")
+            log.warning(f"{name} has no effect without a validation loss")
         return None
     folder, saved = Path(config.data_dir, config.dataset), weights.saved
     try:
@@ -190,10 +188,10 @@ def open_validation(
     except UserError as error:
         if options.dataset or not options.hellaswag:
             raise
-        print(f"note: no validation loss: {error}")
+        log.warning(f"no validation loss: {error}")
         return None
     if saved and saved.config["dataset"] == config.dataset and saved.corpus != trained_on:
-        print(f"note: the run trained on other tokens of {folder}, perhaps on this split's too")
+        log.warning(f"the run trained on other tokens of {folder}, perhaps on this split's too")
     return val
 
 
@@ -212,8 +210,7 @@ def open_split(folder: Path, config: Config, world: World) -> tuple[TokenStream,
         lambda: (train.fingerprint(), val.fingerprint())
     )
     check_same_tokens(str(folder), of_training + of_validation, world)
-    for note in check_split(val, str(folder), config.val_fraction):
-        print(note)
+    check_split(val, str(folder), config.val_fraction)
     return val, of_training
 
 
@@ -233,11 +230,10 @@ def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Resu
         "bits_per_byte": loss / math.log(2) / size if size else None,
     }
     in_bits = f", {results['bits_per_byte']:.4f} bits per byte" if size else ""
-    print(
+    log.info(
         f"{results['corpus']}: validation loss {loss:.4f} nats per token, perplexity "
         f"{results['perplexity']:,.2f}{in_bits}, over {tokens:,} tokens in sequences of "
-        f"{val.seq_len}",
-        flush=True,
+        f"{val.seq_len}"
     )
     return results
 
@@ -246,7 +242,7 @@ def print_score(scores: Results) -> None:
     """Print HellaSwag's score."""
     accuracy = scores["acc_norm"]
     low, high = accuracy["interval"]
-    print(
+    log.info(
         f"HellaSwag, {scores['items']:,} items: acc_norm {accuracy['score']:.4f} (95% interval "
         f"{low:.4f} to {high:.4f})"
     )
@@ -262,12 +258,13 @@ def main(options: EvaluateOptions) -> None:
     with (
         reported(options.run, advice=advice),
         joined_world(choose_device(options.device), TIMEOUT) as world,
-        # Only rank 0 prints.
-        contextlib.redirect_stdout(None if world.rank else sys.stdout),
+        Console(world.rank),
     ):
+        report = Path(options.json) if options.json else None
+        if report and report.is_dir():  # known before hours of evaluation
+            raise UserError(f"--json {report}: is a folder; name a file")
         results = evaluate(options, world)
-        if options.json and not world.rank:
-            report = Path(options.json)
+        if report and not world.rank:
             report.parent.mkdir(parents=True, exist_ok=True)
             write_json(report, results)
 

@@ -36,6 +36,7 @@ from checkpoint.names import run_and_checkpoint
 from checkpoint.weights import read_weights
 from config import GPT2_TOKENS, PATH, Config
 from data.tokenizer import find_vocabulary
+from runtime.console import Console, log
 from runtime.files import atomic_folder, sole_writer, write_atomic
 
 CARD = """\
@@ -67,9 +68,9 @@ for {saved.step:,} steps and {saved.tokens:,} tokens (ranks: {ranks}). On the sa
 ranks, `train.py --config config.yaml` repeats it; [`config.yaml`](config.yaml) has every option."""
 
 
-def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
+def export(source: str, folder: Path, log_dir: str = "logs") -> None:
     """Write the model of `source` (see `find_weights`) to a new folder, which appears whole or not
-    at all; returns notes for the user.
+    at all.
 
     Raises UserError for missing weights, for a model that transformers' GPT-2 cannot represent, and
     for a folder that exists already; OSError for one that cannot be written.
@@ -78,14 +79,15 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
     if folder.is_file() or any(folder.glob("*")):
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
     weights = read_weights(source, log_dir)
-    model, c, saved, notes = weights.model(), weights.config, weights.saved, weights.notes()
+    model, c, saved = weights.model(), weights.config, weights.saved
+    weights.note_options()
     history = f"Its weights are those of `{public_name(str(weights.path))}`."
     with sole_writer(folder), atomic_folder(folder, replace=False) as unfinished:
         write_hugging_face(unfinished, c, model.state_dict())
         if c.n_vocab == GPT2_TOKENS:
             write_tokenizer(unfinished, c.block_size)
         else:
-            notes.append(
+            log.warning(
                 f"its vocabulary of {c.n_vocab:,} tokens is not GPT-2's: the folder has no "
                 "tokenizer; add the one it was trained with"
             )
@@ -94,12 +96,11 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> list[str]:
             write_atomic(unfinished / "config.yaml", config.to_yaml())
             history = HISTORY.format(c=config, saved=saved, ranks=len(saved.random))
         write_atomic(unfinished / "README.md", CARD.format(name=folder.name, c=c, history=history))
-    return notes
 
 
 def portable_config(values: dict[str, Any]) -> Config:
     """Return a run's options without the paths of this machine."""
-    # without the options of a newer version of this code, which `Weights.notes` names
+    # without the options of a newer version of this code, which `Weights.note_options` names
     kept = Config.model_fields.keys() - {*Config.names_marked(PATH), "log_dir", "resume"}
     values = {name: value for name, value in values.items() if name in kept}
     names = {"init_from": public_name(values["init_from"]), "dataset": Path(values["dataset"]).name}
@@ -129,13 +130,12 @@ def write_tokenizer(folder: Path, block_size: int) -> None:
 def main(options: ExportOptions) -> None:
     """Export, and print how to use the folder. Raises UserError."""
     folder = Path(options.folder)
-    for note in export(options.run, folder, options.log_dir):
-        print(f"note: {note}")
+    export(options.run, folder, options.log_dir)
     print(f"wrote {folder}; read its model card, README.md, and choose a license")
     print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 if __name__ == "__main__":
     advice = {"memory": "out of memory: the model takes three times the size of its weights"}
-    with reported(OPTIONS.folder, advice=advice):
+    with reported(OPTIONS.folder, advice=advice), Console():
         main(OPTIONS)

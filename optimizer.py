@@ -11,27 +11,27 @@ from torch import Tensor, nn
 
 from config import Config
 from kernels.attention import CPU_HAS_FAST_BF16
+from runtime.console import log
 
 
 def make_optimizers(
     model: nn.Module, config: Config, rank: int = 0, world_size: int = 1
-) -> tuple[list[torch.optim.Optimizer], list[str]]:
-    """Build the optimizers of the config's choice.
+) -> list[torch.optim.Optimizer]:
+    """Build the optimizers of the config's choice; tells the numbers of decayed parameters.
 
     Each parameter is in exactly one group, and each group has `lr_factor`, by which the learning
-    rate of the step is multiplied. Each rank takes a share of Muon's work. Returns the optimizers,
-    and lines with the numbers of all, decayed and non-decayed parameters.
+    rate of the step is multiplied. Each rank takes a share of Muon's work.
     """
     optimizers = OPTIMIZERS[config.optimizer](model, config, rank, world_size)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_factor"] = group["lr"] / config.lr
     params = list(model.parameters())  # a tied matrix comes once
-    lines = [f"{sum(p.numel() for p in params):,} parameters"]
+    log.info(f"{sum(p.numel() for p in params):,} parameters")
     for kind, decays in (("decayed", True), ("non-decayed", False)):
         sizes = [p.numel() for p in params if is_decayed(p, config) == decays]
-        lines.append(f"num {kind} parameter tensors: {len(sizes)}, with {sum(sizes):,} parameters")
-    return optimizers, lines
+        log.info(f"num {kind} parameter tensors: {len(sizes)}, with {sum(sizes):,} parameters")
+    return optimizers
 
 
 def is_decayed(p: Tensor, config: Config) -> bool:
@@ -285,21 +285,19 @@ def last_stable_step(config: Config) -> int:
     return max(1, config.warmup_steps, config.max_steps - decay_steps)
 
 
-def describe_rate_change(
-    config: Config, saved: Mapping[str, Any], step: int, seconds: float
-) -> list[str]:
-    """Return a line if a run that resumes after `step` continues at another learning rate.
+def note_rate_change(config: Config, saved: Mapping[str, Any], step: int, seconds: float) -> None:
+    """Note that a run which resumes after `step` continues at another learning rate.
 
     `saved`: its options until then. `seconds`: time since the run's first step.
     """
     before = config.with_options(**saved)
     old, new = learning_rate(step, before, seconds), learning_rate(step + 1, config, seconds)
     if math.isclose(new, learning_rate(step + 1, before, seconds), rel_tol=0.01):
-        return []
+        return
     line = f"the learning rate of step {step + 1} is {new:.3g}, it was {old:.3g} at step {step}"
     if config.lr_schedule == "wsd" and not config.max_minutes and step > last_stable_step(before):
         line += (
             f"; to train longer with wsd, resume from a checkpoint before the decay began: step "
             f"{last_stable_step(before)} or earlier"
         )
-    return [line]
+    log.warning(line)

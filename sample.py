@@ -68,6 +68,7 @@ import torch
 from checkpoint.weights import read_weights
 from inference.sampling import Text, encoding_of, grow, seeded
 from model import GPT
+from runtime.console import Console, log
 from runtime.device import check_precision, choose_device
 
 SEPARATOR = "---\n"  # between two texts
@@ -78,8 +79,10 @@ def load_sampled_model(options: SampleOptions) -> GPT:
     device = choose_device(options.device)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     weights = read_weights(options.run, options.log_dir)
-    for note in options.notes() + check_precision(device, dtype) + weights.notes():
-        print(f"note: {note}", file=sys.stderr)
+    for note in options.notes():
+        log.warning(note)
+    check_precision(device, dtype)
+    weights.note_options()
     return weights.model().to(device, dtype)
 
 
@@ -136,9 +139,10 @@ def main(options: SampleOptions) -> None:
             show(SEPARATOR)
         write(model, texts[first : first + options.batch_size], options)
     seconds, tokens = time.perf_counter() - start, sum(text.drawn for text in texts)
-    print(f"{tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    log.info(f"{tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
 
 
 if __name__ == "__main__":
-    with reported(advice={"memory": "out of memory; take a smaller --batch_size, or --bf16"}):
+    advice = {"memory": "out of memory; take a smaller --batch_size, or --bf16"}
+    with reported(advice=advice), Console(stream=sys.stderr):  # stdout is for texts
         main(OPTIONS)

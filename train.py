@@ -13,31 +13,31 @@ if __name__ == "__main__":
     ELSEWHERE = dict.fromkeys(("check", "estimate", "fit"), CHECK)
     CONFIG = start(Config, config_file=True, elsewhere=ELSEWHERE)
 
-import contextlib
+import datetime
 import functools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.saved import SavedState
 from checkpoint.weights import build_model
 from data.prepare import prepare_if_missing
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
-from optimizer import clip_gradients, describe_rate_change, learning_rate, make_optimizers
+from optimizer import clip_gradients, learning_rate, make_optimizers
 from run.evaluation import Evaluation, is_due
 from run.expected import ExpectedLosses
-from run.log import RunFolder
-from run.save import check_disk, emergency_save, log_steps, save, save_if_best
-from run.start import find_checkpoint, is_finished, open_run, restore
-from run.state import Figures, State
-from run.summary import announce_long_run, describe_options, live_figures, summarize
+from run.folder import RunFolder
+from run.log import RunLog
+from run.save import advising, check_disk, save, save_if_best
+from run.start import find_checkpoint, is_finished, note_options, open_run, restore
+from run.state import Batches, Figures, Run, State, take_random_state
+from run.steps import PendingStep, finish_step, pending_step, rescue
+from run.summary import announce_long_run, announce_options, finish, live_figures, summarize
 from runtime.clock import mark_time
+from runtime.console import Console, log
 from runtime.device import (
     choose_device,
     ddp_options,
@@ -51,23 +51,6 @@ from runtime.errors import TrainingError, reported
 from runtime.signals import StopRequest, end_unfinished
 from runtime.start import return_freed_memory
 from runtime.world import World, joined_world, no_sync
-
-Batches = Iterator[tuple[Tensor, Tensor]]
-
-
-@dataclass
-class Run:
-    """Everything a training step needs."""
-
-    config: Config
-    world: World
-    state: State  # the plain model, optimizers, loss scaler, and the steps taken so far
-    model: Any  # state.model as it trains: compiled, and wrapped in DDP or sharded by FSDP2
-    autocast: Callable[[], contextlib.AbstractContextManager]
-    batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
-    val: TokenStream  # the corpus's validation split; empty if `batches` is given
-    expected: ExpectedLosses  # none if `batches` is given
-    notes: list[str]  # for the user
 
 
 def setup(
@@ -88,7 +71,7 @@ def setup(
     torch.manual_seed(config.seed + world.rank)  # dropout differs between ranks
     # The options as they act on this device and number of ranks.
     acting = config.on_device(device.type, world.world_size)
-    notes = describe_options(config, acting, world)
+    announce_options(config, acting, world)
 
     # The times below come from logs/reference/gpu_ms.csv, a published list that states neither GPU
     # nor model, each optimization on top of the ones before it. ladder.py measures their worth on
@@ -146,9 +129,8 @@ def setup(
     # AdamW with its weight-decay groups; with fused_adamw one kernel updates all parameters,
     # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
     # model.py.
-    optimizers, counts = make_optimizers(model, config, world.rank, world.world_size)
+    optimizers = make_optimizers(model, config, world.rank, world.world_size)
     state = State(model, optimizers, scaler, memory_before)
-    notes += counts
 
     # Batches: threads read ahead while the device computes. The sequences of a batch are a pure
     # function of the step, so a resumed run only needs its step.
@@ -156,10 +138,11 @@ def setup(
     if batches is None:
         loader, val = open_data(config, world, model.config.n_vocab)
         expected = world.on_rank0(lambda: ExpectedLosses.of(loader.stream, model.config.n_vocab))
-        notes += [*loader.describe(val), expected.description]
+        loader.announce(val)
+        log.info(expected.description)
         restore(resumed, state, loader.stream.fingerprint(), config, world)
         batches = prefetch(loader, device, state.step + 1)
-    return Run(config, world, state, trained, autocast, batches, val, expected, notes)
+    return Run(config, world, state, trained, autocast, batches, val, expected)
 
 
 def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
@@ -185,8 +168,8 @@ def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, T
 def train_step(run: Run, step: int) -> Figures:
     """Take one step of the run; steps count from 1.
 
-    Returns its figures on the device, which may still compute them: reading one waits for it. If
-    the loss or the norm is not finite, the weights stay unchanged.
+    Returns its figures by name, tensors () on a device that may still compute them: reading one
+    waits for it. If the loss or the norm is not finite, the weights stay unchanged.
     """
     config, state, losses = run.config, run.state, []
     accumulation = config.accumulation_steps(run.world.world_size)
@@ -218,50 +201,46 @@ def train_step(run: Run, step: int) -> Figures:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    return Figures(loss, norm)
+    # A further figure is one more entry: it is logged, and sent to the trackers.
+    return {"loss": loss, "norm": norm, "lr": lr}
 
 
-def take_step(run: Run, stop: StopRequest | None = None) -> None:
-    """Take the next step without waiting for a GPU: `State.settle` reads its figures later."""
-    config, state, device = run.config, run.state, run.world.device
+def take_step(run: Run, stop: StopRequest | None = None) -> PendingStep:
+    """Start the next step without waiting for a GPU; `read_step` returns its figures."""
+    state, device = run.state, run.world.device
     if device.type == "cpu" and len(state.step_seconds) == 1:
         return_freed_memory()  # once, after the first step of this process
-    step = state.step + 1
-    lr = learning_rate(step, config, state.seconds)
-    start = mark_time(device)
+    step, start = state.step + 1, mark_time(device)
     figures = train_step(run, step)
+    if run.config.fp16:
+        figures["loss_scale"] = state.scaler.scale(torch.ones((), device=device))
     # All ranks learn together with the figures whether any of them was asked to stop.
     asked = torch.full((), bool(stop and stop.received), device=device)
-    state.end_step(lr, figures, run.world.all_reduce_metrics(asked)[0], start)
-    if device.type != "cuda":
-        state.settle(config)
+    figures["asked"] = run.world.all_reduce_metrics(asked)[0]
+    state.end_step()
+    return pending_step(step, figures, start)
 
 
-def between_steps(run: Run, folder: RunFolder, evaluation: Evaluation) -> None:
-    """Log; save, evaluate and sample if due. Called before the first step and after each step.
+def between_steps(run: Run, evaluation: Evaluation, stopping: bool) -> None:
+    """Save, evaluate and sample if due. Called before the first step and after each step.
 
-    Raises TrainingError if the last update was skipped.
+    `stopping`: a rank was asked to stop. Raises TrainingError if the last update was skipped.
     """
-    config, state, world = run.config, run.state, run.world
-    step, last = state.step, state.is_over(config)
-    every = (config.checkpoint_every, config.eval_every, config.hellaswag_every)
-    if last or state.stopping or any(is_due(n, step, last) for n in (*every, config.sample_every)):
-        state.settle(config)  # normally later, while a GPU already computes the next step
-    problem = log_steps(folder, state, config, world, run.expected.add)
-    stopping = state.stopping and not last  # the last step ends the run anyway
+    config, step, last = run.config, run.state.step, run.is_over
+    stopping = stopping and not last  # the last step ends the run anyway
     # A run that ends always saves, so that no step is lost.
     if last or stopping or is_due(config.checkpoint_every, step, last):
-        save(folder, state, config, world)
+        save(run)
     if not stopping:  # after a stop signal there may be no time for an evaluation
         val_loss = evaluation.validate(step, last)
-        save_if_best(val_loss, folder, state, config, world)
+        save_if_best(val_loss, run)
         evaluation.score_hellaswag(step, last)
         evaluation.sample(step, last)
     # The run is saved, but its last update is missing: the exit status has to show that.
-    if last and problem:
+    if last and run.state.problem:
         raise TrainingError(
-            f"the update of the last step, {step}, was skipped: {problem}; resume for more "
-            f"steps{'' if config.fp16 else ' with a lower --lr'}"
+            f"the update of the last step, {step}, was skipped: {run.state.problem}; resume for "
+            f"more steps{'' if config.fp16 else ' with a lower --lr'}"
         )
 
 
@@ -272,58 +251,81 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     that went bad or a checkpoint that cannot be saved; TrainingError for a loss, norm or weight
     that is not finite, or a skipped last update; Stopped at a signal before the first step.
     """
-    stop = stop or StopRequest()
-    resumed, config, notes = find_checkpoint(config, world)
-    path = Path(f"{config.log_dir}/{config.run_name}")
-    folder = RunFolder(path, world.rank, config.advice(), config.trackers())
-    if resumed:
-        if is_finished(resumed, folder, config, world):
+    with Console(world.rank) as console:
+        resumed, config = find_checkpoint(config, world)
+        if resumed and is_finished(resumed, config, world):
             return {"steps": resumed.step}
-        notes += describe_rate_change(config, resumed.config, resumed.step, resumed.seconds)
-    run = setup(config, world, resumed)
-    config, state = run.config, run.state
-    evaluation = Evaluation(config, world, state.model, run.val, run.autocast, folder)
-    is_stale = state.validate_on(f"{run.val.fingerprint()} {config.eval_tokens}")
-    folder.message(*run.notes)
-    announce_long_run(config, state, world, folder)
-    check_disk(folder, state, config, world)
+        path = Path(f"{config.log_dir}/{config.run_name}")
+        runlog = RunLog(path, world.rank, config.last_step, config.trackers())
+        run = setup(config, world, resumed)
+        config = run.config
+        evaluation = Evaluation(run, runlog)
+        is_stale = run.state.validate_on(f"{run.val.fingerprint()} {config.eval_tokens}")
+        announce_long_run(run)
+        check_disk(run)
 
-    # Nothing is written until here. From here on, only this run writes the folder, a signal ends
-    # the run after its step, and a failing run is saved first.
-    with folder, stop, emergency_save(folder, state, config, world):
-        notes += [*config.notes(), *open_run(folder, config, resumed, world)]
-        folder.message(*(f"note: {note}" for note in notes))
-        folder.open_trackers(
-            config.model_dump(mode="json"), lambda: live_figures(config, state, world)
-        )
-        evaluation.resume(repeat=state.step if is_stale else None)
-        for step, loss in folder.losses().items():  # of earlier calls, which printed the lines
-            run.expected.add(step, loss)
-        stop.end_early(world.any(stop.received is not None))
-        take_steps(run, folder, evaluation, stop)
-        summary = summarize(config, state, world, folder) | evaluation.latest()
-        return folder.finish(summary, has_checkpoints=config.keep_last > 0)
+        # Nothing is written until here. From here on, only this run writes the folder, a signal
+        # ends the run after its step, and a failing run is saved first.
+        stop, began = stop or StopRequest(), datetime.datetime.now(datetime.UTC)
+        with RunFolder(path, console, config.advice()) as folder, runlog, stop, advising(run):
+            note_options(config, resumed, world)
+            open_run(run, folder, resumed)
+            if runlog.trackers.names:
+                options = config.model_dump(mode="json")
+                runlog.open_trackers(run.state.step, options, live_figures(run))
+            evaluation.resume(repeat=run.state.step if is_stale else None)
+            for step, loss in runlog.losses().items():  # of earlier calls, which told the lines
+                run.expected.add(step, loss)
+            stop.end_early(world.any(stop.received is not None))
+            take_steps(run, runlog, evaluation, stop)
+            return finish(run, summarize(run, runlog) | evaluation.latest(), began)
 
 
-def take_steps(run: Run, folder: RunFolder, evaluation: Evaluation, stop: StopRequest) -> None:
+def reads_at_once(run: Run) -> bool:
+    """True if the latest step is read before the next one starts: it is the last one, something is
+    due after it, or the device has computed it anyway.
+    """
+    config, step, last = run.config, run.state.step, run.is_over
+    every = (config.checkpoint_every, config.eval_every, config.hellaswag_every)
+    due = any(is_due(n, step, last) for n in (*every, config.sample_every))
+    return last or due or run.world.device.type != "cuda"
+
+
+def take_steps(run: Run, runlog: RunLog, evaluation: Evaluation, stop: StopRequest) -> None:
     """Take steps to the last one, or until a rank is asked to stop.
 
     Raises TrainingError if the last update was skipped.
     """
-    config, state, world = run.config, run.state, run.world
+    state, world = run.state, run.world
     began: float | None = None  # when the first step would have begun without interruptions
-    while True:
-        # First, so that a fresh start, a resumed run and the end take the same path.
-        between_steps(run, folder, evaluation)
-        if state.stopping or state.is_over(config):
-            return
-        began = began or time.perf_counter() - state.seconds
-        if not stop.has_begun:  # a signal may have come during the evaluation before the first step
-            stop.end_early(world.any(stop.received is not None))
-            stop.has_begun = True
-        take_step(run, stop)
-        if config.max_minutes:
-            state.seconds = world.broadcast(time.perf_counter() - began)
+    before: PendingStep | None
+    pending: PendingStep | None = None  # the latest step, until it is read
+    stopping = False  # a rank was asked to stop
+    random_state = take_random_state(world.device)  # after the latest step
+    try:
+        while True:
+            # First, so that a fresh start, a resumed run and the end take the same path.
+            between_steps(run, evaluation, stopping)
+            if stopping or run.is_over:
+                return
+            began = began or time.perf_counter() - state.seconds
+            if not stop.has_begun:  # a signal may have come during the evaluation before
+                stop.end_early(world.any(stop.received is not None))
+                stop.has_begun = True
+            before, pending = pending, take_step(run, stop)
+            random_state = take_random_state(world.device)
+            if before:  # read while a GPU computes the next one
+                stopping = finish_step(before, run, runlog)
+            if run.config.max_minutes:
+                state.seconds = world.broadcast(time.perf_counter() - began)
+            if stopping or reads_at_once(run):
+                before, pending = pending, None  # first, as an error would read it again
+                stopping |= finish_step(before, run, runlog)
+    except TrainingError:  # the state cannot be used
+        raise
+    except Exception as error:
+        rescue(error, pending, random_state, run, runlog)
+        raise
 
 
 def main(config: Config) -> None:

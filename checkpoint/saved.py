@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from checkpoint.files import STATE, CheckpointError, read_json, reading, refusing, verify
 from config import Config
 from runtime.cli import ConfigError, load
+from runtime.console import log
 
 
 class SavedState(BaseModel):
@@ -34,10 +35,11 @@ class SavedState(BaseModel):
         """The folder of the run that saved it."""
         return self.folder.parent.parent
 
-    def notes(self) -> list[str]:
-        """Return a note on each option of the run that this code lacks."""
-        unknown = [name for name in self.config if name not in Config.model_fields]
-        return [f"{self.folder}: has {name}, an option that this code lacks" for name in unknown]
+    def note_unknown(self) -> None:
+        """Note each option of the run that this code lacks."""
+        for name in self.config:
+            if name not in Config.model_fields:
+                log.warning(f"{self.folder}: has {name}, an option that this code lacks")
 
 
 def read_state(folder: Path, *files: str) -> SavedState:

@@ -20,6 +20,7 @@ from config import GPT2_TOKENS, Config
 from model import GPT, GPTConfig
 from options import ARCHITECTURE
 from runtime.cli import ConfigError, load
+from runtime.console import log
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 POSITIONS = "transformer.wpe.weight"
@@ -37,13 +38,14 @@ class Weights(NamedTuple):
         """Return their model in evaluation mode. Raises CheckpointError."""
         return load_weights(GPT(self.config), self.tensors, self.path).eval()
 
-    def notes(self) -> list[str]:
-        """Return notes on the options that they were trained with."""
-        if self.saved:
-            trained = Config.model_construct(**self.saved.config)
-            return self.saved.notes() + trained.weight_notes()
+    def note_options(self) -> None:
+        """Tell the notes on the options that they were trained with."""
         options = vars(self.config) | {"init_from": str(self.path)}
-        return Config.model_construct(**options).weight_notes()
+        if self.saved:
+            self.saved.note_unknown()
+            options = self.saved.config
+        for note in Config.model_construct(**options).weight_notes():
+            log.warning(note)
 
 
 def adopt_architecture(config: Config) -> Config:

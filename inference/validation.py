@@ -14,6 +14,7 @@ from torch import Tensor
 from data.token_file import split_of
 from dataloader import TokenStream
 from model import GPT
+from runtime.console import log
 from runtime.errors import TrainingError, UserError
 from runtime.world import World
 
@@ -23,10 +24,8 @@ T = TypeVar("T")
 WORTH_COMPILING = 8
 
 
-def check_split(
-    val: TokenStream, corpus: str, val_fraction: float, is_needed: bool = True
-) -> list[str]:
-    """Return a note if validation files take the place of `val_fraction`.
+def check_split(val: TokenStream, corpus: str, val_fraction: float, is_needed: bool = True) -> None:
+    """Note that validation files take the place of `val_fraction`.
 
     Raises UserError if the split is needed and makes no sequence.
     """
@@ -36,8 +35,7 @@ def check_split(
             f"{val_fraction:g}, lower seq_len, or add a *_val_*.bin file"
         )
     if val_fraction and val.spans and split_of(val.spans[0].file.path) in ("val", "test"):
-        return [f"note: val_fraction has no effect: {corpus} has validation files of its own"]
-    return []
+        log.warning(f"val_fraction has no effect: {corpus} has validation files of its own")
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def training_step(peer: str, config: Config, device: torch.device) -> Step:
     loader, _ = open_data(config, World(device), config.n_vocab)
     model = checked_peer(peer, config, loader).to(device)
     trained = torch.compile(model, mode=config.compile_mode) if config.compile else model
-    (optimizer,), _ = make_optimizers(model, config)
+    (optimizer,) = make_optimizers(model, config)
     batches = prefetch(loader, device, first_step=1)
 
     def step() -> Tensor:

@@ -17,6 +17,7 @@ from measure.interleaved.side import without_end
 from measure.report.tables import markdown_table
 from model import GPT, Block
 from run.summary import mfu
+from runtime.console import noted
 from runtime.device import (
     choose_device,
     device_name,
@@ -34,11 +35,10 @@ from train import Run, setup, train_step
 FLOPS_SHARE = {"forward": 1 / 3, "backward": 2 / 3, "forward_backward": 1.0, "training_step": 1.0}
 
 
-def set_up(config: Config) -> Run:
-    """Set a run up on this process alone, on one batch of random tokens.
+def set_up(config: Config) -> tuple[Run, list[str]]:
+    """Set a run up on this process alone, on one batch of random tokens; returns notes too.
 
-    On a GPU without bf16, fp16 replaces it. Only notes on options are kept. Raises UserError for
-    options that this device lacks.
+    On a GPU without bf16, fp16 replaces it. Raises UserError for options that this device lacks.
     """
     device, notes = choose_device(config.device), list[str]()
     if device.type == "cpu" and config.retain_memory:
@@ -47,14 +47,16 @@ def set_up(config: Config) -> Run:
     if config.bf16 and not has_bf16(device):
         config = config.with_options(bf16=False, fp16=True)
         name = device_name(device)
-        notes.append(f"note: {name} has no bfloat16: mixed precision is float16 here")
+        notes.append(f"{name} has no bfloat16: mixed precision is float16 here")
     generator = torch.Generator().manual_seed(config.seed)
     shape = (2, config.batch_size, config.seq_len)
     x, y = torch.randint(config.n_vocab, shape, generator=generator).to(device)  # (B, T) each
-    run = setup(config, World(device), batches=itertools.repeat((x, y)))
-    notes += [note for note in run.notes if note.startswith("note: ")]
-    run.notes = notes + [f"note: {n}" for n in config.notes() if n.startswith("compile_mode")]
-    return run
+    with noted() as records:
+        run = setup(config, World(device), batches=itertools.repeat((x, y)))
+    notes += [record.getMessage() for record in records]
+    if "compile_mode" in config.model_fields_set and not config.compile:
+        notes.append("compile_mode has no effect: compile is off")
+    return run, [f"note: {note}" for note in notes]
 
 
 # ---- times of passes
@@ -87,7 +89,7 @@ def time_passes(
     next `steps` count. So rows differ in the passes that count, not in the noise between two
     measurements. Raises UserError for options that this device lacks.
     """
-    run = set_up(config)
+    run, notes = set_up(config)
     device = run.world.device
     passes = range(max(warmup_steps) + steps)
     seconds = [timed(prepare(run, computation), device) for _ in passes]
@@ -101,7 +103,7 @@ def time_passes(
         "peak_memory_mb": peak,
         "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "notes": "; ".join(run.notes),
+        "notes": "; ".join(notes),
         **run.config.model_dump(mode="json", include=options),
     }
     return [
@@ -222,8 +224,8 @@ def inspect_step(config: Config, steps: int, trace_file: Path | None) -> str:
     """
     if not trace_file:  # the breakdown needs no compiled model
         config = config.with_options(compile=False)
-    run = set_up(config)
-    lines = [*run.notes, f"{device_name(run.world.device)}, {torch.get_num_threads()} threads", ""]
+    run, notes = set_up(config)
+    lines = [*notes, f"{device_name(run.world.device)}, {torch.get_num_threads()} threads", ""]
     if trace_file:
         lines += ["```", trace(run, trace_file), "```", ""]
     if steps:  # last, as its hooks stay

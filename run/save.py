@@ -1,12 +1,12 @@
-"""Save checkpoints: when a run asks for it, the best one, and the last whole step after a fault."""
+"""Save a run when it asks for it, and its best state; say how to resume after a fault."""
 
 import contextlib
 import math
 import shlex
 import shutil
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,19 +15,21 @@ from checkpoint.names import all_checkpoints, step_of
 from checkpoint.save import keep_best, write_checkpoint
 from checkpoint.saved import SavedState
 from config import PATH, Config
-from run.log import RunFolder
-from run.state import State
+from run.folder import how_to_resume
+from run.state import Run, State, take_random_state
+from runtime.console import log
 from runtime.errors import TrainingError, UserError
-from runtime.world import World
 
 
-def save(run: RunFolder, state: State, config: Config, world: World) -> None:
+def save(run: Run, random_state: dict[str, Any] | None = None) -> None:
     """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
-    All ranks have to call this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
+    `random_state`: this process's after the step; default: its state now. All ranks have to call
+    this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
     for weights that are not finite or differ between ranks, OSError if the disk takes no
     checkpoint.
     """
+    config, state, world = run.config, run.state, run.world
     is_saved = state.checkpoint and step_of(state.checkpoint) == state.step
     if is_saved or not (state.step and config.keep_last):
         return
@@ -35,8 +37,7 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     sums = torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist()
     if not math.isfinite(world.sum(sum(sums))):
         raise TrainingError(
-            f"step {state.step}: the weights are no longer finite and are not saved; "
-            f"{hint(run.path, config)}"
+            f"step {state.step}: the weights are no longer finite and are not saved; {hint(run)}"
         )
     # With FSDP each rank has a shard; ranks with other GPUs may round differently (world.notes).
     others = world.ranks_that_differ(sums)
@@ -45,7 +46,6 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
             f"step {state.step}: {others} and rank 0 have different weights, which are not saved; "
             f"a GPU or the network may be faulty; --resume auto resumes from the last checkpoint"
         )
-    tokens_per_step = config.tokens_per_step(world.world_size)
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
         # `reference` may be the name of a curve here
@@ -54,10 +54,10 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
     saved = SavedState(
         **state.numbers(),
         folder=run.path / f"checkpoints/step_{state.step:06d}",
-        tokens=state.step * tokens_per_step,
-        tokens_per_step=tokens_per_step,
+        tokens=state.step * run.tokens_per_step,
+        tokens_per_step=run.tokens_per_step,
         corpus=state.corpus,
-        random=world.gather(state.random_state),
+        random=world.gather(random_state or take_random_state(world.device)),
         config=options,
     )
     files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
@@ -65,7 +65,7 @@ def save(run: RunFolder, state: State, config: Config, world: World) -> None:
         lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
     )
     state.checkpoint = saved.folder
-    run.message(f"saved {saved.folder}")
+    log.info(f"saved {saved.folder}")
 
 
 def checkpoint_bytes(state: State) -> int:
@@ -80,18 +80,18 @@ def checkpoint_bytes(state: State) -> int:
     return size
 
 
-def check_disk(run: RunFolder, state: State, config: Config, world: World) -> None:
+def check_disk(run: Run) -> None:
     """Raise UserError if the disk has no room for one checkpoint of a run that is about to start.
 
     All ranks have to call this.
     """
-    if not config.keep_last:
+    if not run.config.keep_last:
         return
-    size = checkpoint_bytes(state)
+    size = checkpoint_bytes(run.state)
 
     def check() -> None:
         place, room = run.path / "checkpoints", 0
-        if newest := state.checkpoint:  # a resumed run may delete older ones to make room
+        if newest := run.state.checkpoint:  # a resumed run may delete older ones to make room
             older = [*place.glob("step_*/*"), *place.glob(".*.unfinished/*")]
             room = sum(file.stat().st_size for file in older if file.parent != newest)
         while not place.exists():
@@ -105,93 +105,50 @@ def check_disk(run: RunFolder, state: State, config: Config, world: World) -> No
                 f"--keep_last 0"
             )
 
-    world.on_rank0(check)
+    run.world.on_rank0(check)
 
 
-def save_if_best(
-    val_loss: float, run: RunFolder, state: State, config: Config, world: World
-) -> None:
+def save_if_best(val_loss: float, run: Run) -> None:
     """Keep a checkpoint of this step as `best_<step>`, if no validation loss was lower.
 
     All ranks have to call this. `keep_last` does not delete it. Raises OSError.
     """
+    state = run.state
     best = math.inf if state.best_val_loss is None else state.best_val_loss
-    if state.step and config.keep_last and val_loss < best:
-        save(run, state, config, world)
+    if state.step and run.config.keep_last and val_loss < best:
+        save(run)
         state.best_val_loss = val_loss
         if folder := state.checkpoint:
-            world.on_rank0(lambda: keep_best(folder))
+            run.world.on_rank0(lambda: keep_best(folder))
 
 
 # ---- faults
 
 
-def hint(run: Path, config: Config) -> str:
+def hint(run: Run) -> str:
     """Return advice on training that failed: with a checkpoint, to halve all learning rates."""
-    advice = f"the log is kept in {run}. Try a lower lr, more warmup_steps or grad_clip 1.0"
-    if not all_checkpoints(run):
+    advice = f"the log is kept in {run.path}. Try a lower lr, more warmup_steps or grad_clip 1.0"
+    if not all_checkpoints(run.path):
         return advice
     lower = " ".join(
         f"--{name} {value / 2:g}"
-        for name, value in config
-        if name.endswith("lr") and value and not config.lacks(name)
+        for name, value in run.config
+        if name.endswith("lr") and value and not run.config.lacks(name)
     )
-    return f"{advice}; --resume {shlex.quote(str(run))} {lower} resumes from its last checkpoint"
-
-
-def log_steps(
-    run: RunFolder,
-    state: State,
-    config: Config,
-    world: World,
-    judge: Callable[[int, float], list[str]] = lambda step, loss: [],
-) -> str:
-    """Log the steps whose figures are read; returns why the last update was skipped, else "".
-
-    `judge`: returns lines on a logged step and its loss. Raises TrainingError after more updates
-    with a loss or norm that is not finite than `skip_nonfinite`. An overflow in fp16 does not
-    count: the scaler halves its scale.
-    """
-    while state.taken:
-        step, figures, notes, state.problem, is_fatal = state.taken.popleft()
-        if is_fatal:
-            instead = ", or bf16 instead of fp16" * config.fp16
-            raise TrainingError(f"{notes[0]}; {hint(run.path, config)}{instead}")
-        ends = step == state.step and (state.stopping or state.is_over(config))
-        if ends or state.problem or step == 1 or step % config.log_every == 0:
-            tokens = config.tokens_per_step(world.world_size)
-            figures["tokens_per_sec"] = tokens / figures["dt_ms"] * 1e3
-            run.log(step, config.last_step, figures)
-            run.message(*judge(step, figures["loss"]))
-        run.message(*notes)
-    return state.problem
+    folder = shlex.quote(str(run.path))
+    return f"{advice}; --resume {folder} {lower} resumes from its last checkpoint"
 
 
 @contextlib.contextmanager
-def emergency_save(run: RunFolder, state: State, config: Config, world: World) -> Iterator[None]:
-    """Save the last complete step if the block raises, then raise the error with a note on how to
-    resume.
-
-    The step is not saved if its update has begun, or on one of several ranks, as the others may be
-    gone: then the last checkpoint counts.
-    """
+def advising(run: Run) -> Iterator[None]:
+    """Add how to resume to an error of the block."""
     try:
         yield
-    except TrainingError:  # the state cannot be used, and the message has advice
+    except TrainingError:  # the message has advice
         raise
     except Exception as error:
-        if not (state.is_updating or world.distributed):
-            try:
-                # The traceback holds the step's activations, and memory may be short.
-                traceback.clear_frames(error.__traceback__)
-                state.settle(config)
-                with contextlib.suppress(OSError):  # the disk may be full
-                    log_steps(run, state, config, world)
-                save(run, state, config, world)
-            except Exception as another:
-                error.add_note(f"the state after step {state.step} could not be saved: {another}")
-        if state.checkpoint:
-            error.add_note(run.how_to_resume())
-        if state.step and isinstance(error, UserError):
+        if run.state.checkpoint:
+            error.add_note(how_to_resume(run.path))
+        if run.state.step and isinstance(error, UserError):
             error.status = 1  # the run has failed: its options were right
         raise

@@ -10,17 +10,19 @@ from checkpoint.names import all_checkpoints, find_folder, run_and_checkpoint, s
 from checkpoint.saved import SavedState, read_state
 from checkpoint.weights import check_given
 from config import FIXED, INITIAL, PATH, THIS_CALL, Config
+from optimizer import note_rate_change
 from options import ARCHITECTURE
-from run.log import RunFolder
-from run.state import State, put_random_state, take_random_state
+from run.folder import RunFolder
+from run.state import Run, State, put_random_state
 from runtime.cli import ConfigError, load
+from runtime.console import log
 from runtime.errors import UserError
 from runtime.files import write_atomic
 from runtime.launch import launch
 from runtime.world import World
 
 
-def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World) -> bool:
+def is_finished(saved: SavedState, config: Config, world: World) -> bool:
     """True, with a message, if the run has ended with the checkpoint's step."""
     # A log without a summary: the run was killed before it wrote one. No log: only checkpoints were
     # copied.
@@ -28,7 +30,7 @@ def is_finished(saved: SavedState, run: RunFolder, config: Config, world: World)
     is_over = world.broadcast(is_complete) and config.is_over(saved.step, saved.seconds)
     if is_over:
         limit = "max_minutes" if config.max_minutes else "max_steps"
-        run.message(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")
+        log.info(f"nothing to do: {saved.folder} is the last step; raise {limit} to resume")
     return is_over
 
 
@@ -70,14 +72,13 @@ def restore_numbers(saved: SavedState, state: State, world: World) -> None:
         state.load_numbers(saved)
         if world.rank < len(saved.random):  # a rank that is new keeps its seed
             put_random_state(saved.random[world.rank], world.device)
-    state.random_state = take_random_state(world.device)
 
 
 # ---- finding the checkpoint
 
 
-def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Config, list[str]]:
-    """Find the checkpoint that `resume` names; returns it, the run's config, and notes.
+def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Config]:
+    """Find the checkpoint that `resume` names; returns it, and the run's config.
 
     It is None if the run begins at its first step. All ranks have to call this; rank 0 searches.
     Raises UserError or CheckpointError if `resume` names a checkpoint that is absent, damaged, not
@@ -91,7 +92,7 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
             f"begin {'at the same checkpoint' if named else 'a new run'}; "
             f"{'name the run instead' if named else 'add --resume auto'}"
         )
-    saved, skipped = world.on_rank0(lambda: _find_checkpoint(config))
+    saved = world.on_rank0(lambda: _find_checkpoint(config))
     folder = saved.folder if saved else Path(f"{config.log_dir}/{config.run_name}/checkpoints")
     if others := world.ranks_that_differ(bool(config.resume) and folder.is_dir()):
         raise CheckpointError(
@@ -99,29 +100,27 @@ def find_checkpoint(config: Config, world: World) -> tuple[SavedState | None, Co
             f"machines have to see the run's folder; put --log_dir on a file system that they "
             f"share, at the same path, or copy it to each"
         )
-    notes = [*world.notes, *skipped, *(saved.notes() if saved else [])]
     if saved:
         check_place(saved.run, folder_of(saved.run, config), world)
-        config, changes = resumed_config(config, saved, world.world_size)
-        notes += changes
+        config = resumed_config(config, saved, world.world_size)
     elif config.resume is not None:
         # There is nothing to resume, so the options have to be valid for a new run.
         config = load(Config, config.model_dump(exclude_unset=True) | {"resume": None})
     if config.fsdp and not world.distributed:
         config = config.with_options(fsdp=False)
-        notes.append("fsdp has no effect: there is one rank")
-    return saved, config, notes
+        log.warning("fsdp has no effect: there is one rank")
+    return saved, config
 
 
-def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
+def _find_checkpoint(config: Config) -> SavedState | None:
     """Find the checkpoint that `resume` names, or the newest whole one of the run.
 
-    Returns a line for each damaged one too.
+    Notes each damaged one.
     """
     resume, run = config.resume, Path(f"{config.log_dir}/{config.run_name}")
     skipped: list[str] = []
     if resume is None:
-        return None, skipped
+        return None
     if resume != "auto":
         run, named = run_and_checkpoint(find_folder(resume, config.log_dir))
         if named:
@@ -137,19 +136,20 @@ def _find_checkpoint(config: Config) -> tuple[SavedState | None, list[str]]:
                     f"whose steps would be repeated; move them away first, resume in another "
                     f"--log_dir, or start a new run with --init_from {shlex.quote(resume)}"
                 )
-            return read_state(named), skipped
+            return read_state(named)
     for folder in reversed(all_checkpoints(run)):
         try:
-            return read_state(folder), skipped
+            return read_state(folder)
         except CheckpointError as error:
             skipped.append(f"skipping a checkpoint: {error}")
+            log.warning(skipped[-1])
     if resume != "auto":
         problem = (
             f"--resume {resume}: has no whole checkpoint; give auto, a run's folder or one of its "
             f"checkpoints/step_*, or start a new run with --init_from"
         )
         raise CheckpointError("\n".join([problem, *skipped]))
-    return None, skipped
+    return None
 
 
 def folder_of(run: Path, config: Config) -> Path:
@@ -187,8 +187,8 @@ def check_same_tokens(folder: str, corpus: str, world: World) -> None:
 # ---- the options of a resumed run
 
 
-def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[Config, list[str]]:
-    """Return the checkpoint's options with the given ones over them, and a note on changes.
+def resumed_config(config: Config, saved: SavedState, world_size: int) -> Config:
+    """Return the checkpoint's options with the given ones over them.
 
     A step keeps its number of tokens at any number of ranks: `total_batch_tokens` is set if it
     would differ. Raises ConfigError for options that contradict the checkpoint.
@@ -220,13 +220,32 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> tuple[
         raise
     if not theirs.get("total_batch_tokens") and resumed.accumulation_steps(world_size) == 1:
         resumed = resumed.with_options(total_batch_tokens=None)
-    may_differ, now = Config.names_marked(INITIAL, PATH), resumed.model_dump(mode="json")
+    return resumed
+
+
+def note_options(config: Config, saved: SavedState | None, world: World) -> None:
+    """Note options with no effect, and what differs between the ranks and from the checkpoint."""
+    for note in world.notes:
+        log.warning(note)
+    if saved:
+        note_changes(config, saved)
+    for note in config.notes():
+        log.warning(note)
+
+
+def note_changes(config: Config, saved: SavedState) -> None:
+    """Note what differs from the checkpoint: its options, and the next learning rate."""
+    saved.note_unknown()
+    now = config.model_dump(mode="json")
+    may_differ = {*Config.names_marked(INITIAL, PATH, THIS_CALL)}
     changed = [
         f"{name} {value} -> {now[name]}"
-        for name, value in theirs.items()
-        if name not in may_differ and value != now[name]
+        for name, value in saved.config.items()
+        if name in now.keys() - may_differ and value != now[name]
     ]
-    return resumed, [f"changed since the checkpoint: {', '.join(changed)}"] if changed else []
+    if changed:
+        log.warning(f"changed since the checkpoint: {', '.join(changed)}")
+    note_rate_change(config, saved.config, saved.step, saved.seconds)
 
 
 def check_batch(batch_size: int, tokens: int, seq_len: int, world_size: int) -> None:
@@ -255,32 +274,27 @@ def nearest_divisors(number: int, near: int) -> str:
 # ---- the run's folder
 
 
-def open_run(run: RunFolder, config: Config, saved: SavedState | None, world: World) -> list[str]:
-    """Create the run's folder, or continue it after the checkpoint's step; returns notes.
+def open_run(run: Run, folder: RunFolder, saved: SavedState | None) -> None:
+    """Create the run's folder, or continue it after the checkpoint's step.
 
     All ranks have to call this. Raises UserError if another run is writing to the folder. A new
     run that cannot be written leaves everything as it was.
     """
 
-    def open_folder() -> list[str]:
-        notes, earlier = [], None
+    def open_folder() -> None:
         if saved is None:
-            earlier = run.create()
-        elif saved.run == run.path:
-            run.resume(saved.step)
-            notes = [f"resumes from {saved.folder}, after step {saved.step}"]
+            folder.create()
+        elif saved.run == folder.path:
+            folder.resume(saved.step)
+            log.warning(f"resumes from {saved.folder}, after step {saved.step}")
         else:
-            earlier = run.create(saved.run, saved.step)
-            notes = [f"resumes from {saved.folder}, after step {saved.step}, in {run.path}"]
-        if earlier:
-            notes.append(f"the earlier {run.path} is now {earlier}")
-        write_atomic(run.path / "config.yaml", config.to_yaml())
-        return notes
+            folder.create(saved.run, saved.step)
+            log.warning(f"resumes from {saved.folder}, after step {saved.step}, in {folder.path}")
+        write_atomic(run.path / "config.yaml", run.config.to_yaml())
 
-    notes = world.on_rank0(open_folder)
-    if others := world.ranks_that_differ((run.path / "config.yaml").exists()):
-        notes.append(
+    run.world.on_rank0(open_folder)
+    if others := run.world.ranks_that_differ((run.path / "config.yaml").exists()):
+        log.warning(
             f"{run.path} is not there for {others}; put --log_dir on a file system that all "
             f"machines share, else the run cannot resume after a fault"
         )
-    return notes

@@ -1,27 +1,25 @@
-"""The state of a run: in memory, and as tensors and numbers in a checkpoint."""
+"""A run, and its state: in memory, and as tensors and numbers for a checkpoint."""
 
 import base64
+import contextlib
 import math
 import random
-from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint.files import (
-    MODEL,
-    OPTIMIZER,
-    Tensors,
-    copy_tensors,
-)
+from checkpoint.files import MODEL, OPTIMIZER, Tensors, copy_tensors
 from checkpoint.saved import SavedState
 from config import Config
+from dataloader import TokenStream
 from model import GPT
-from runtime.clock import mark_time, seconds_between, slowness
+from run.expected import ExpectedLosses
+from runtime.world import World
 
 # attributes of State that checkpoint.json has under the same names
 COUNTS = (
@@ -35,29 +33,11 @@ COUNTS = (
 )
 
 
-class Figures(NamedTuple):
-    """Figures of a step, tensors () on the device. To add a figure, add a field."""
-
-    loss: Tensor  # mean over all micro-steps and ranks, in nats per token
-    norm: Tensor  # norm of the gradient before clipping
-
-
-class TakenStep(NamedTuple):
-    """A step whose figures are read."""
-
-    step: int  # from 1
-    figures: dict[str, float]  # by name: the fields of Figures, lr and dt_ms
-    notes: list[str]  # lines on a skipped update or a slow step
-    problem: str  # why the update was skipped; "" if it was made
-    is_fatal: bool  # more updates were skipped than `skip_nonfinite` allows
-
-
 @dataclass
 class State:
     """Everything that changes from step to step, except the random states of the process.
 
-    From `begin_update` to `end_step` it is inconsistent; before, it is the previous step's. On CUDA
-    `settle` reads a step's figures later: in the next `begin_update`, or earlier if needed.
+    From `begin_update` to `end_step` it is inconsistent; before, it is the previous step's.
     """
 
     model: GPT  # without torch.compile and DDP; sharded, with FSDP
@@ -77,12 +57,11 @@ class State:
     # these two describe the steps that this process has taken
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
-    stopping: bool = False  # a rank was asked to stop
-    taken: deque[TakenStep] = field(default_factory=deque)  # counted, not logged yet
-    # the latest step until `settle`: learning rate, figures, when it began and ended
-    pending: tuple[float, Tensor, Any, Any] | None = None
-    # the random states of this process after its latest step
-    random_state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> GPT:
+        """The model that is evaluated, sampled, and saved as the run's model."""
+        return self.model
 
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
@@ -91,8 +70,6 @@ class State:
         so nothing has to wait; for other optimizers the host waits for loss and norm. In fp16 the
         scaler skips too.
         """
-        # The device computes this step's gradients meanwhile, so it is not idle.
-        self.settle(config)
         is_sound = torch.isfinite(loss) & torch.isfinite(norm)
         fused = all(optimizer.defaults.get("fused") for optimizer in self.optimizers)
         if fused and not config.fsdp and loss.device.type != "mps":
@@ -104,49 +81,9 @@ class State:
             self.is_updating = bool(is_sound)
         return self.is_updating
 
-    def end_step(self, lr: float, figures: Figures, asked: Tensor, start: Any) -> None:
-        """Count a step whose update is under way. `asked`: above 0 if a rank was asked to stop."""
-        values = torch.stack([*figures, asked]).to("cpu", non_blocking=True)
-        self.pending = lr, values, start, mark_time(asked.device)
+    def end_step(self) -> None:
+        """Count a step whose update is under way."""
         self.step, self.is_updating = self.step + 1, False
-        self.random_state = take_random_state(asked.device)
-
-    def settle(self, config: Config) -> None:
-        """Wait for the figures of the latest step, unless they are read, and add it to `taken`."""
-        if self.pending is None:
-            return
-        lr, values, start, end = self.pending
-        self.pending, seconds = None, seconds_between(start, end)
-        *numbers, asked = values.tolist()
-        figures = dict(zip(Figures._fields, numbers, strict=True))
-        figures |= {"lr": lr, "dt_ms": seconds * 1e3}
-        loss, norm = figures["loss"], figures["norm"]
-        self.stopping = self.stopping or asked > 0
-        notes, problem, is_fatal = [], "", False
-        if not math.isfinite(loss + norm):
-            self.skipped_steps += 1
-            scale = self.scaler.get_scale()
-            # The scaler halves its scale at an overflow. If that does not help, the model is at
-            # fault.
-            if config.fp16 and math.isfinite(loss) and scale >= 0.5:
-                self.skipped_overflows += 1
-                problem = "its gradients overflow in fp16"
-                notes = [f"fp16 overflow, update skipped; loss scale now {scale:.10g}"]
-            else:
-                count = self.skipped_steps - self.skipped_overflows
-                problem, is_fatal = "its loss or norm is not finite", count > config.skip_nonfinite
-                notes = [f"the loss is {loss}, the gradient norm {norm}, the learning rate {lr:g}"]
-                if not is_fatal:
-                    notes[-1] += f": skipped, {count} of at most {config.skip_nonfinite}"
-        notes += slowness(seconds, self.step_seconds)
-        self.step_seconds.append(seconds)
-        self.last_loss = loss
-        notes = [f"step {self.step}: {note}" for note in notes]
-        self.taken.append(TakenStep(self.step, figures, notes, problem, is_fatal))
-
-    def is_over(self, config: Config) -> bool:
-        """True after the run's last step."""
-        return config.is_over(self.step, self.seconds)
 
     def tensors(self) -> dict[str, Tensors]:
         """Return all tensors of the run that a checkpoint keeps, by file and name.
@@ -154,7 +91,9 @@ class State:
         Saving, resuming, check.py, the estimate and the tests go over this: another file is one
         more entry, whose tensors exist from the first step on. All ranks have to call it.
         """
-        weights = self.model.state_dict()  # after an evaluation this makes FSDP shard them again
+        weights = (
+            self.evaluated.state_dict()
+        )  # after an evaluation this makes FSDP shard them again
         if self.model.config.tie_weights:
             del weights["lm_head.weight"]
         moments = {
@@ -206,6 +145,39 @@ class State:
             setattr(self, name, getattr(saved, name))
         if saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
+
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Figures = dict[str, Any]  # of a step, by name
+
+
+@dataclass
+class Run:
+    """Everything that a run's steps, and what is between them, need."""
+
+    config: Config
+    world: World
+    state: State  # the plain model, optimizers, loss scaler, and the steps taken so far
+    model: Any  # state.model as it trains: compiled, and wrapped in DDP or sharded by FSDP2
+    autocast: Callable[[], contextlib.AbstractContextManager]
+    batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
+    val: TokenStream  # the corpus's validation split; empty if `setup` was given batches
+    expected: ExpectedLosses  # none if `setup` was given batches
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return Path(f"{self.config.log_dir}/{self.config.run_name}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of a step, of all ranks."""
+        return self.config.tokens_per_step(self.world.world_size)
+
+    @property
+    def is_over(self) -> bool:
+        """True after the run's last step."""
+        return self.config.is_over(self.state.step, self.state.seconds)
 
 
 def take_random_state(device: torch.device) -> dict[str, Any]:

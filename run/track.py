@@ -11,10 +11,11 @@ import importlib.metadata
 import secrets
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.console import log
 from runtime.errors import UserError, in_a_line
 
 TO_INSTALL = "pip install -r requirements-track.txt"
@@ -37,13 +38,7 @@ class Trackers:
         self._writer: Any = None
         self._wandb_run: Any = None
 
-    def open(
-        self,
-        folder: Path,
-        step: int,
-        config: Mapping[str, Any],
-        message: Callable[[str], None],
-    ) -> None:
+    def open(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
         """Open the trackers of the run in `folder`, which has taken `step` steps."""
         if "tensorboard" in self.names:
             from torch.utils.tensorboard import SummaryWriter
@@ -52,9 +47,9 @@ class Trackers:
             self._writer = SummaryWriter(str(folder), purge_step=step + 1)
             self.text(step, "config", "\n".join(f"{name}: {config[name]}" for name in config))
             runs = shlex.quote(str(folder.parent))
-            message(f"note: to watch this run: tensorboard --logdir {runs}")
+            log.warning(f"to watch this run: tensorboard --logdir {runs}")
         if "wandb" in self.names:
-            self._wandb_run = _open_wandb(folder, config, message)
+            self._wandb_run = _open_wandb(folder, config)
 
     def log(self, step: int, figures: Mapping[str, float | None], group: str) -> None:
         """Log a step's figures as `group/name`."""
@@ -85,7 +80,7 @@ class Trackers:
             self._wandb_run.finish(exit_code=int(failed))
 
 
-def _open_wandb(folder: Path, config: Mapping[str, Any], message: Callable[[str], None]) -> Any:
+def _open_wandb(folder: Path, config: Mapping[str, Any]) -> Any:
     """Start the W&B run, or resume the one whose id is in `<run>/.wandb_id`.
 
     It is kept offline in `<run>/wandb/` if W&B refuses, as without an account, or is unreachable.
@@ -106,6 +101,6 @@ def _open_wandb(folder: Path, config: Mapping[str, Any], message: Callable[[str]
     try:
         return start()
     except wandb.Error as error:
-        message(f"note: wandb keeps this run offline: {in_a_line(error)}")
+        log.warning(f"wandb keeps this run offline: {in_a_line(error)}")
         wandb.teardown()  # ends the service, which still has the id
         return start(mode="offline")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime.console import log
 from runtime.errors import UserError
 from runtime.launch import launch
 from runtime.start import has_nvidia_gpu
@@ -62,14 +63,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def check_version() -> list[str]:
-    """Return a note if this is not the pinned PyTorch."""
-    if torch.__version__.partition("+")[0] == PINNED_TORCH:  # after the +: cpu, or CUDA's version
-        return []
-    return [
-        f"PyTorch {torch.__version__} instead of {PINNED_TORCH}, which requirements.txt pins: "
-        f"times, and the last digits of losses, may differ"
-    ]
+def check_version() -> None:
+    """Note another PyTorch than the pinned one."""
+    if torch.__version__.partition("+")[0] != PINNED_TORCH:  # after the +: cpu, or CUDA's version
+        log.warning(
+            f"PyTorch {torch.__version__} instead of {PINNED_TORCH}, which requirements.txt pins: "
+            f"times, and the last digits of losses, may differ"
+        )
 
 
 def synchronize(device: torch.device) -> None:
@@ -159,8 +159,8 @@ def has_bf16(device: torch.device) -> bool:
 
 def check_precision(
     device: torch.device, dtype: torch.dtype, matmul_precision: str = "highest"
-) -> list[str]:
-    """Return notes on precisions that do not help here: of autocast, and of fp32 matmuls.
+) -> None:
+    """Note precisions that do not help here: of autocast, and of fp32 matmuls.
 
     Raises UserError for a missing one.
     """
@@ -168,24 +168,20 @@ def check_precision(
         raise UserError(
             f"--bf16: {device_name(device)} has no bfloat16; run without it, or train with --fp16"
         )
-    notes = []
     if usable_precision(device, matmul_precision) != matmul_precision:
         name = "tf32" if matmul_precision == "high" else "matmul_precision medium"
-        notes.append(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
+        log.warning(f"{name} has no effect on {device_name(device)}: fp32 matmuls stay fp32")
     if dtype != torch.float32 and device.type == "cpu":
         name = "bf16" if dtype == torch.bfloat16 else "fp16"
         if (factor := slowdown(device, dtype)) > NOTED_SLOWDOWN:
-            notes.append(
+            log.warning(
                 f"{name} is slow here: a matmul takes {factor:.1f} times as long as in fp32, "
                 f"because this processor has no fast instructions for it; --no-{name} is faster"
             )
-    return notes
 
 
-def check_compiler(
-    device: torch.device, mode: str = "default", effective_mode: str = ""
-) -> list[str]:
-    """Return notes on torch.compile in this mode; `effective_mode`: as the mode acts here.
+def check_compiler(device: torch.device, mode: str, effective_mode: str) -> None:
+    """Note what torch.compile does in this mode; `effective_mode`: as the mode acts here.
 
     Raises UserError on a CPU without a C++ compiler.
     """
@@ -201,19 +197,18 @@ def check_compiler(
                 "--compile: no C++ compiler found; install g++ or clang++ (or set CXX to one), "
                 "or run without --compile"
             ) from error
-    searches = device.type == "cuda" and "max-autotune" in (effective_mode or mode)
+    searches = device.type == "cuda" and "max-autotune" in effective_mode
     minutes = "five minutes" if searches else "a minute"
-    notes = [
+    log.warning(
         f"compiling takes {minutes} or more at the first start; later ones find it in {cache_dir()}"
-    ]
+    )
     if mode == "reduce-overhead" and device.type != "cuda":
-        notes.append(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
-    if effective_mode not in ("", mode):
+        log.warning(f"compile_mode {mode} has no effect without CUDA: it records CUDA graphs")
+    if effective_mode != mode:
         reason = "CUDA graphs are for one rank, one micro-step and one chunk of the loss"
         if "max-autotune" in mode and effective_mode == "default":
             reason = "PyTorch before 2.12 may compute 2^31 and more logits wrongly otherwise"
-        notes.append(f"compile_mode {mode} runs as {effective_mode}: {reason}")
-    return notes
+        log.warning(f"compile_mode {mode} runs as {effective_mode}: {reason}")
 
 
 def check_attention(
@@ -223,27 +218,31 @@ def check_attention(
     *,
     dropout: float,
     blocked: bool,
-) -> list[str]:
-    """Return a note on the kernel that `flash` gets for queries of `shape` (B, nh, T, hs).
+) -> None:
+    """Note the kernel that `flash` gets for queries of `shape` (B, nh, T, hs).
 
     With `blocked` it is kernels/attention.py, unless there is dropout. Otherwise
     scaled_dot_product_attention chooses: flash_attention, efficient_attention, cudnn_attention, or
     math, the T x T matrix.
     """
     if blocked and not dropout:
-        return ["flash runs blocked attention, which is faster on this CPU than PyTorch's kernel"]
+        log.warning(
+            "flash runs blocked attention, which is faster on this CPU than PyTorch's kernel"
+        )
+        return
     q = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
     try:
         choice = torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)
     except NotImplementedError:  # not reported, as on MPS
-        return []
+        return
     kernel = SDPBackend(choice).name.lower()
     if kernel == "math":
-        return [
+        log.warning(
             "flash has no effect: PyTorch has no fused attention for this device, precision and "
             "dropout"
-        ]
-    return [f"flash runs PyTorch's {kernel} kernel"]
+        )
+    else:
+        log.warning(f"flash runs PyTorch's {kernel} kernel")
 
 
 # ---- measurements

@@ -93,7 +93,7 @@ def test_a_matmul_has_a_rate_once_it_is_steady(seconds, rate, monkeypatch):
 
 
 def test_passes_begin_without_gradients_and_a_training_step_alone_changes_the_weights():
-    work, gradients = profile.set_up(tiny()), []
+    (work, _), gradients = profile.set_up(tiny()), []
     weight = work.state.model.lm_head.weight
     before = weight.clone()
     for computation in ("backward", "backward", "forward_backward"):
@@ -110,9 +110,9 @@ def test_passes_begin_without_gradients_and_a_training_step_alone_changes_the_we
 
 def test_mixed_precision_is_float16_where_a_gpu_lacks_bfloat16(monkeypatch):
     monkeypatch.setattr(profile, "has_bf16", lambda _: False)
-    work = profile.set_up(tiny(bf16=True))
+    work, notes = profile.set_up(tiny(bf16=True))
     assert (work.config.bf16, work.config.fp16) == (False, True)
-    assert "note: cpu has no bfloat16: mixed precision is float16 here" in work.notes
+    assert "note: cpu has no bfloat16: mixed precision is float16 here" in notes
 
 
 @pytest.mark.usefixtures("forked_processes")
@@ -222,7 +222,7 @@ def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path):
 
 def test_the_breakdown_finds_planted_slow_parts():
     """The clock is the test's own, so that no other process can make it fail."""
-    work, now = profile.set_up(tiny(tie_weights=True)), [0.0]
+    (work, _), now = profile.set_up(tiny(tie_weights=True)), [0.0]
     block = work.state.model.transformer.h[1]
     block.mlp.register_forward_hook(lambda *_: now.append(now[-1] + 0.06))
     block.attn.register_full_backward_hook(lambda *_: now.append(now[-1] + 0.02))
@@ -242,7 +242,7 @@ def test_rates_and_durations_in_words():
 
 @pytest.mark.gpu
 def test_a_trace_of_a_gpu(tmp_path):
-    work = profile.set_up(load_config(**TINY, seq_len=32, device="cuda"))
+    work, _ = profile.set_up(load_config(**TINY, seq_len=32, device="cuda"))
     assert profile.trace(work, tmp_path / "trace.json.gz")
 
 

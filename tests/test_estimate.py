@@ -1,5 +1,6 @@
 """The estimate of check.py, which takes no step, and the fit to a device, which does."""
 
+import logging
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from measure.preflight.estimate import describe_disk, describe_saving, estimate,
 from measure.preflight.fit import Fit, fit, measure_size, measure_sizes, micro_batches
 from run.summary import announce_long_run
 from runtime.cli import load, parse
+from runtime.console import noted
 from tests.conftest import ALONE, ROOT, refused, run_from_nothing
 from train import setup
 
@@ -78,11 +80,11 @@ def test_check_is_for_a_run_from_its_first_step_and_train_names_it():
 
 def test_a_long_run_says_how_long_it_takes(monkeypatch):
     monkeypatch.setattr(run_summary, "matmul_tflops", lambda *_: 0.2)
-    folder, state = Mock(), Mock(step=0)
-    state.model.flops_per_token.return_value = 855_166_464
-    announce_long_run(load_config("baseline"), state, ALONE, folder)
-    (line,) = folder.message.call_args.args
-    assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", line)
+    run = Mock(config=load_config("baseline"), world=ALONE, tokens_per_step=2048)
+    run.state.step, run.state.model.flops_per_token.return_value = 0, 855_166_464
+    with noted(logging.INFO) as lines:
+        announce_long_run(run)
+    assert re.match(r"takes about 15 minutes, at 50% MFU; shorter: --max_steps 5", lines[0].msg)
 
 
 def test_the_advice_on_saving_is_youngs():

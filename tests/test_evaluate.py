@@ -22,6 +22,7 @@ from evaluate import EvaluateOptions
 from inference.hellaswag import ending_losses, interval, is_right, read_questions, score
 from model import GPT, GPTConfig
 from runtime.cli import parse
+from runtime.console import Console
 from runtime.errors import TrainingError
 from runtime.files import sha256, write_json
 from tests.conftest import (
@@ -239,7 +240,8 @@ def test_without_its_file_a_run_does_not_begin(scored_config):
 
 def command(words):
     """The results of evaluate.py with this command line."""
-    return evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
+    with Console():
+        return evaluate.evaluate(parse(EvaluateOptions, words.split(), positional="run"), ALONE)
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_an_embedding_that_a_recipe_adds_is_no_matmul_has_embed_lr_and_is_padded
     table = model.transformer.h[0].table.weight
     assert model.flops_per_token(16) == tiny_model(vocab_size=100).flops_per_token(16)
     config = load_config(optimizer="muon", embed_lr=0.3)
-    groups = [group for one in make_optimizers(model, config)[0] for group in one.param_groups]
+    groups = [group for one in make_optimizers(model, config) for group in one.param_groups]
     assert [g["lr"] for g in groups if any(p is table for p in g["params"])] == [0.3]
     load_weights(padded, model.state_dict(), "unpadded")
     assert torch.equal(padded.transformer.h[0].table.weight[:100], table)

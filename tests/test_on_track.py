@@ -11,7 +11,7 @@ from config import load_config
 from optimizer import learning_rate
 from run.expected import ExpectedLosses
 from run.reference import Reference
-from runtime.clock import slowness
+from run.steps import slowness
 from runtime.report import project_files
 from tests.conftest import at_step, refused
 from tests.test_train import column

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import logging
 import math
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from config import Config, load_config
 from model import GPT, GPTConfig
-from optimizer import Muon, describe_rate_change, learning_rate, make_optimizers
+from optimizer import Muon, learning_rate, make_optimizers, note_rate_change
 from runtime.cli import parse
+from runtime.console import noted
 from tests.conftest import ROOT, cases, run_ranks
 
 
@@ -69,7 +71,9 @@ cosine --warmup_steps 50 => 1 => --log_every 5 => nothing
 def test_a_rate_that_jumps_at_a_resume_is_told_from_what_to_what(options, step, change, line):
     given = f"--lr 1e-3 --min_lr 1e-4 --lr_schedule {options}"
     before, now = (parse(Config, words.split()) for words in (given, f"{given} {change}"))
-    told = describe_rate_change(now, before.model_dump(mode="json"), int(step), 60.0)
+    with noted() as notes:
+        note_rate_change(now, before.model_dump(mode="json"), int(step), 60.0)
+    told = [note.getMessage() for note in notes]
     assert told == ([] if line == "nothing" else [f"the learning rate of {line}"])
 
 
@@ -80,8 +84,9 @@ def test_weight_decay_groups_of_the_124m_model_hold_every_parameter_once():
     config = load_config("speedup10", fused_adamw=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304, tie_weights=True))
-    (adamw,), lines = make_optimizers(model, config)
-    assert lines == [
+    with noted(logging.INFO) as lines:
+        (adamw,) = make_optimizers(model, config)
+    assert [line.getMessage() for line in lines] == [
         "124,475,904 parameters",
         "num decayed parameter tensors: 50, with 124,354,560 parameters",
         "num non-decayed parameter tensors: 98, with 121,344 parameters",
@@ -94,20 +99,20 @@ def test_weight_decay_groups_of_the_124m_model_hold_every_parameter_once():
 def test_embeddings_head_and_scalars_have_learning_rates_of_their_own(tiny_model):
     model = tiny_model()
     config = load_config(lr=1e-3, embed_lr=0.3, head_lr=0.02, scalar_lr=0.01, weight_decay=0.1)
-    (adamw,), _ = make_optimizers(model, config)
+    (adamw,) = make_optimizers(model, config)
     factors = {p: group["lr_factor"] for group in adamw.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         kind = next((kind for kind in ("wte", "wpe", "lm_head") if kind in name), p.dim() < 2)
         expected = {"wte": 0.3, "wpe": 0.3, "lm_head": 0.02, True: 0.01, False: 1e-3}[kind]
         assert factors[p] == pytest.approx(expected / 1e-3), name
-    (adamw,), _ = make_optimizers(tiny_model(tie_weights=True), config)
+    (adamw,) = make_optimizers(tiny_model(tie_weights=True), config)
     assert {group["lr"] for group in adamw.param_groups} == {0.3, 1e-3, 0.01}
 
 
 def test_adamw_gets_its_options_and_the_fused_flag_and_everything_decays_by_default(tiny_model):
     options = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 2e-3, "weight_decay": 0.3}
     for fused in (False, True):
-        (adamw,), _ = make_optimizers(tiny_model(), load_config(fused_adamw=fused, **options))
+        (adamw,) = make_optimizers(tiny_model(), load_config(fused_adamw=fused, **options))
         assert adamw.defaults["fused"] is (fused or None)  # False would switch foreach off too
         (group,) = adamw.param_groups
         assert options.items() <= group.items()
@@ -117,7 +122,7 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tiny_model):
     model = tiny_model(tie_weights=True)
     decays = {"weight_decay": 0.1, "muon_weight_decay": 0.2}
     config = load_config(optimizer="muon", lr=1e-3, decay_matrices_only=True, **decays)
-    optimizers, _ = make_optimizers(model, config)
+    optimizers = make_optimizers(model, config)
     assert {group["lr_factor"] for group in optimizers[1].param_groups} == {20.0}
     taken = [
         [(p, group.get("parts")) for group in one.param_groups for p in group["params"]]

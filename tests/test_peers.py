@@ -133,7 +133,7 @@ def test_the_second_loss_of_a_peer_is_ours_so_it_clips_decays_and_learns_alike(s
     strong = {"grad_clip": 0.05, "lr": 0.02, "weight_decay": 2.0, "eps": 1e-3}
     rates = {"lr_schedule": "constant", "warmup_steps": 0}
     ours, theirs = sides(vocab_size=128, **strong, **rates)  # no padding
-    losses = [(train_step(ours, step).loss.item(), theirs().item()) for step in (1, 2)]
+    losses = [(train_step(ours, step)["loss"].item(), theirs().item()) for step in (1, 2)]
     for our_loss, their_loss in losses:
         assert their_loss == pytest.approx(our_loss, rel=2e-6)
 

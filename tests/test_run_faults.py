@@ -17,16 +17,16 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError, TritonMissing
 
 import run.evaluation as run_evaluation
+import run.log as run_log
 import run.save as run_save
-import run.state as run_state
 import runtime.signals
 import train as train_module
 from checkpoint.saved import read_state
 from config import load_config
 from data.token_file import TokenFileError
-from model import GPT, GPTConfig
-from run.log import RunFolder
-from run.save import emergency_save
+from run.log import RunLog
+from run.save import advising
+from run.steps import rescue
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.launch import Launch
 from runtime.signals import Stopped, StopRequest
@@ -35,7 +35,6 @@ from tests.conftest import (
     ALONE,
     CPU,
     ROOT,
-    TINY,
     WITH_TEXT,
     at_step,
     end_of,
@@ -45,7 +44,7 @@ from tests.conftest import (
     run,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
-from train import train
+from train import setup, train
 
 
 def inject(monkeypatch, module, name, error, when=lambda *args: True):
@@ -109,7 +108,7 @@ EVALUATES = WITH_TEXT | {
         (None, "step", ValueError("failed"), {"batch_size": 2, "total_batch_tokens": 256}),
         (None, "step", TokenFileError("failed"), {"fp16": True, "dropout": 0.3}),
         (run_evaluation, "validation_loss", RuntimeError("failed"), EVALUATES),
-        (RunFolder, "_rewrite", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
+        (run_log, "rewrite", OSError(errno.ENOSPC, "failed", "a file"), EVALUATES),
     ],
 )
 def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exactly(
@@ -179,15 +178,13 @@ def test_the_error_line_says_how_to_resume_quoted_for_the_shell(tiny_config, mon
 
 
 def test_one_of_several_ranks_saves_nothing_at_a_fault_and_says_how_to_resume(tiny_config, here):
-    state = run_state.State(
-        GPT(GPTConfig(**TINY)), [], None, step=5, checkpoint=here / "step_000004"
-    )
-    with (
-        pytest.raises(ValueError, match="anything") as caught,
-        emergency_save(RunFolder(here), state, tiny_config(), World(CPU, rank=1, world_size=2)),
-    ):
-        raise ValueError("anything")
-    assert caught.value.__notes__ == [to_go_on(here)]
+    run = setup(tiny_config(), ALONE)
+    run.state.step, run.state.checkpoint = 5, here / "step_000004"
+    run.world, error = World(CPU, rank=1, world_size=2), ValueError("anything")
+    rescue(error, None, {}, run, RunLog(here))
+    with pytest.raises(ValueError, match="anything"), advising(run):
+        raise error
+    assert error.__notes__ == [to_go_on(here)]
     assert not here.exists()
 
 

@@ -4,6 +4,7 @@ command.
 
 import shlex
 import signal
+import sys
 
 import pytest
 import tiktoken
@@ -27,6 +28,7 @@ from inference.sampling import (
     seeded,
 )
 from runtime.cli import parse
+from runtime.console import Console
 from sample import SampleOptions, load_sampled_model
 from tests.conftest import ROOT, ended, grown, refused, run, start, transformers_pair, wait_for
 
@@ -177,7 +179,8 @@ def printed(run_folder, capsys, monkeypatch):
     monkeypatch.chdir(run_folder)
 
     def call(words):
-        sample.main(options(f"--device cpu {words}"))
+        with Console(stream=sys.stderr):
+            sample.main(options(f"--device cpu {words}"))
         return capsys.readouterr()
 
     return call

@@ -4,13 +4,12 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import shutil
-from collections import namedtuple
 
 import pytest
 import torch
 
-import run.state as run_state
 import train as train_module
 from config import load_config
 from run.log import LOG_COLUMNS, read_rows
@@ -98,9 +97,13 @@ def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_eac
     """An earlier version of the code logged another figure."""
     go(tensorboard=True, max_steps=2)
     (here / "metrics.csv").write_text("step,old\n1,7\n2,8\n3,9\n")
-    More = namedtuple("More", [*run_state.Figures._fields, "new"])
-    monkeypatch.setattr(run_state, "Figures", More)
-    monkeypatch.setattr(train_module, "Figures", lambda *two: More(*two, sum(two)))
+    step_of = train_module.train_step
+
+    def with_new(run, step):
+        figures = step_of(run, step)
+        return {**figures, "new": figures["loss"] + figures["norm"]}
+
+    monkeypatch.setattr(train_module, "train_step", with_new)
     go(tensorboard=True, resume="auto", max_steps=4)
     log = read_rows(here / "log.csv")
     assert [*log[1]] == [*LOG_COLUMNS]
@@ -109,6 +112,7 @@ def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_eac
     metrics = read_rows(here / "metrics.csv", ("step", "old", "new")).values()
     assert [tuple(row.values()) for row in metrics] == cells
     assert tensorboard(here)[0]["train/new"] == new
+    assert re.search(r"^step 4/4 .* tokens/s \| new \d", console(here), re.MULTILINE)
 
 
 # ---- Weights & Biases

@@ -120,7 +120,7 @@ def falls_asleep() -> bool:
 def step_of(run: Run) -> Step:
     """Return a function that takes the next step of a run."""
     steps = itertools.count(1)
-    return lambda: train_step(run, next(steps)).loss
+    return lambda: train_step(run, next(steps))["loss"]
 
 
 def main(config: Config) -> None:

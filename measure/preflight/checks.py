@@ -4,8 +4,7 @@ Each check prints a line: its finding, and advice if there is a problem. If a st
 a small model with the same options is checked. Nothing is kept.
 """
 
-import contextlib
-import io
+import dataclasses
 import math
 import statistics
 import tempfile
@@ -22,15 +21,16 @@ from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
 from model import GPT
 from run.evaluation import read_needed
-from run.log import RunFolder
 from run.save import save
 from run.start import find_checkpoint
-from run.state import State, TakenStep, put_random_state, take_random_state
+from run.state import Run, put_random_state, take_random_state
+from run.steps import StepRow, judge, read_step
+from runtime.console import Console
 from runtime.device import peak_memory_mb
 from runtime.errors import TrainingError, UserError
 from runtime.report import UNKNOWN
 from runtime.world import World
-from train import Run, open_data, setup, take_step, train_step
+from train import open_data, setup, take_step, train_step
 
 Finding = tuple[bool, str, str]  # passed?, the finding, advice if it did not pass
 LONG_STEP = 1.5  # seconds; if a step takes longer, a small model is checked
@@ -74,13 +74,11 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
         raise TrainingError(f"no checks: {UNKNOWN}; try again later")
     is_small = estimated.step_seconds > LONG_STEP
     run = setup(tried_config(config, world, folder, is_small), world)
-    *_, notes = read_needed(config, world, val)
-    for note in notes:
-        if world.rank == 0:
-            print(note)
+    with Console(world.rank):
+        read_needed(config, world, val)
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
-    yield from resumes_exactly(run, folder)
+    yield from resumes_exactly(run)
     yield overfits(run)
 
     yield *estimated.disk, "make room, lower keep_last, or choose another log_dir"
@@ -126,15 +124,15 @@ def steps_of(config: Config) -> int:
     return STEPS + GRAPHS_RECORDED if config.has_graphs else STEPS
 
 
-def take_updates(run: Run) -> Iterator[TakenStep]:
+def take_updates(run: Run) -> Iterator[StepRow]:
     """Take the steps of `steps_of`, and yield each.
 
     Steps whose gradients overflow in fp16 do not count: its loss scale comes down first.
     """
     while run.state.step - run.state.skipped_overflows < steps_of(run.config):
-        take_step(run)
-        run.state.settle(run.config)
-        yield run.state.taken.pop()
+        row = read_step(take_step(run), run.tokens_per_step)
+        judge(row, run)
+        yield row
 
 
 def corpus_is_read(loader: DataLoader) -> Finding:
@@ -206,35 +204,39 @@ def steps_are_sound(run: Run) -> Iterator[Finding]:
         yield not names, text, "look at forward, make_optimizers and train_step"
 
 
-def resumes_exactly(run: Run, folder: Path) -> Iterator[Finding]:
+def resumes_exactly(run: Run) -> Iterator[Finding]:
     """Save and resume; another checkpoint must be equal, and the next step, on a CPU exactly."""
     config, world, device = run.config, run.world, run.world.device
-    before = checksums(run.state, config, world, folder / "check")
+    before = checksums(run)
     yield True, f"ranks: {world.world_size}, with the same weights", ""  # `save` checked it
     random_state = take_random_state(device)
     resume = config.with_options(resume=str(run.state.checkpoint))
-    saved, resume, _ = find_checkpoint(resume, world)
+    saved, resume = find_checkpoint(resume, world)
     resumed = setup(resume, world, saved)
-    after = checksums(resumed.state, config, world, folder / "again")
+    after = checksums(dataclasses.replace(resumed, config=config))  # the same options are written
     step = run.state.step + 1
     again = train_step(resumed, step)
     put_random_state(random_state, device)
     straight = train_step(run, step)
     tolerance = 0.0 if device.type == "cpu" else 1e-3
     lost = [line.split()[1] for line in before if line not in after]
-    is_well = not lost and torch.allclose(torch.stack(straight), torch.stack(again), tolerance, 0)
-    text = f"resume: next step's loss {again.loss:.6f}, without resuming {straight.loss:.6f}"
+    is_well = not lost and all(
+        torch.allclose(torch.as_tensor(straight[name]), torch.as_tensor(again[name]), tolerance, 0)
+        for name in straight
+    )
+    ours, theirs = straight["loss"], again["loss"]
+    text = f"resume: next step's loss {theirs:.6f}, without resuming {ours:.6f}"
     if lost:
         text += f"; not restored: {', '.join(lost)}"
     yield is_well, text, "look at State.tensors, State.numbers, random states: one is not saved"
 
 
-def checksums(state: State, config: Config, world: World, folder: Path) -> list[str]:
-    """Save a run's state in a folder; return the lines of its SHA256SUMS, one per file."""
-    state.checkpoint = None  # a step is saved only once
-    with contextlib.redirect_stdout(io.StringIO()):
-        save(RunFolder(folder, world.rank), state, config, world)
-    return world.on_rank0(lambda: Path(str(state.checkpoint), SUMS).read_text().splitlines())
+def checksums(run: Run) -> list[str]:
+    """Save a run's state; return the lines of its SHA256SUMS, one per file."""
+    run.state.checkpoint = None  # a step is saved only once
+    save(run)
+    sums = Path(str(run.state.checkpoint), SUMS)
+    return run.world.on_rank0(lambda: sums.read_text().splitlines())
 
 
 def overfits(run: Run) -> Finding:
@@ -256,7 +258,7 @@ def overfits(run: Run) -> Finding:
     )
     repeating = setup(config, run.world)
     repeating.state.scaler.load_state_dict(run.state.scaler.state_dict())
-    losses = [train_step(repeating, step).loss.item() for step in range(1, 1 + OVERFIT_STEPS)]
+    losses = [train_step(repeating, step)["loss"].item() for step in range(1, 1 + OVERFIT_STEPS)]
     return (
         losses[-1] < (1 - OVERFIT_FALL) * losses[0],
         f"one batch, repeated: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {OVERFIT_STEPS} steps",

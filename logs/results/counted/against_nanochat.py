@@ -52,7 +52,7 @@ groups = [
     {"params": theirs.lm_head.parameters(), "lr": RATES["head_lr"]},
 ]
 muon = torch.optim.Muon(theirs.transformer.h.parameters(), lr=0.02, weight_decay=0.0, nesterov=True)
-optimizers = [*make_optimizers(ours, config)[0], torch.optim.AdamW(groups, **ADAMW), muon]
+optimizers = [*make_optimizers(ours, config), torch.optim.AdamW(groups, **ADAMW), muon]
 
 x, y = torch.randint(256, (2, 4, 64))
 print(f"logits differ by {(ours(x) - theirs(x)).abs().max():.1e} at most")

@@ -1,0 +1,80 @@
+"""What a command tells its user, through one logger of the standard library's `logging`.
+
+`log.info(text)` is a line, `log.warning(text)` a note, which begins with `note: `, and
+`log.error(text)` an error for the file alone: the command prints it on stderr as it ends.
+"""
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import TextIO
+
+from runtime.errors import drop_stdout
+from runtime.files import writing
+
+log = logging.getLogger("gpt2")
+log.setLevel(logging.INFO)
+log.propagate = False  # libraries may give the root logger handlers of their own
+log.addHandler(logging.NullHandler())  # code that opens no console prints nothing
+
+PREFIXES = {logging.WARNING: "note: ", logging.ERROR: "error: "}
+
+
+class Console(logging.Handler):
+    """Context in which rank 0 prints all lines, and keeps them for a file that is opened later.
+
+    The command goes on if stdout is closed or full. A file that cannot be written raises OSError.
+    """
+
+    def __init__(self, rank: int = 0, stream: TextIO | None = None):
+        """`stream`: default is stdout."""
+        super().__init__()
+        self._rank, self._stream, self._path = rank, stream, Path()
+        self._file: TextIO = io.StringIO()  # until `open`
+
+    def __enter__(self) -> "Console":
+        if self._rank == 0:
+            log.addHandler(self)
+        return self
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print and keep a record; logging's own handlers would not raise its errors."""
+        text = PREFIXES.get(record.levelno, "") + record.getMessage()
+        if record.levelno < logging.ERROR:
+            try:
+                print(text, file=self._stream, flush=True)
+            except OSError:
+                drop_stdout()
+        self._keep(f"{text}\n")
+
+    def open(self, path: Path) -> None:
+        """Append all lines to a file, with the earlier ones. Raises OSError."""
+        early = self._file
+        self._path, self._file = path, open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
+        if isinstance(early, io.StringIO):
+            self._keep(early.getvalue())
+
+    def _keep(self, text: str) -> None:
+        with writing(self._path):
+            self._file.write(text)
+            self._file.flush()
+
+    def __exit__(self, *_: object) -> None:
+        log.removeHandler(self)
+        with contextlib.suppress(OSError):  # a full disk was an error before
+            self._file.close()
+
+
+@contextlib.contextmanager
+def noted(level: int = logging.WARNING) -> Iterator[list[logging.LogRecord]]:
+    """Collect the records of a block from a level on: its notes."""
+    collector = BufferingHandler(capacity=1000)
+    collector.setLevel(level)
+    log.addHandler(collector)
+    try:
+        yield collector.buffer
+    finally:
+        log.removeHandler(collector)
