@@ -156,6 +156,7 @@ def test_a_run_that_starts_from_weights_counts_as_finished():
 def test_ctrl_c_keeps_finished_stages_and_one_that_was_stopped_counts_as_failed():
     found, record = plan("plain.yaml", "flash.yaml", "flash.yaml"), Record(folder=LADDER)
     record.stages = {stage.name: stage.planned for stage in found}
+    fake_run(record, found[1])  # an older run, which the failed one replaces
 
     def run(commands, _):
         (command,) = commands
