@@ -91,9 +91,8 @@ class State:
         Saving, resuming, check.py, the estimate and the tests go over this: another file is one
         more entry, whose tensors exist from the first step on. All ranks have to call it.
         """
-        weights = (
-            self.evaluated.state_dict()
-        )  # after an evaluation this makes FSDP shard them again
+        # After an evaluation this makes FSDP shard the weights again.
+        weights = self.evaluated.state_dict()
         if self.model.config.tie_weights:
             del weights["lm_head.weight"]
         moments = {
