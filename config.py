@@ -467,7 +467,7 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 off.append(label)
         of_ranks = on if world_size > 1 else off
         of_ranks.append("several ranks")
-        return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off)}"
+        return f"optimizations on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
 
     def notes(self) -> list[str]:
         """Return a line for each option with no effect or a surprising one."""
