@@ -17,6 +17,7 @@ import sys
 if __name__ == "__main__":
     sys.path[0] += "/.."  # import from the repository, not from data/
 
+import itertools
 import os
 import shlex
 import shutil
@@ -57,12 +58,12 @@ SEPARATOR_NOTE = (
 NO_TOKENS = np.empty(0, "<u2")
 
 
-class Batch(NamedTuple):
+class Part(NamedTuple):
     """Consecutive pieces of a source."""
 
     path: Path
     pieces: Sequence[str | np.ndarray]
-    record: dict[str, Any]  # of the source, in its last batch
+    record: dict[str, Any]  # of the source, in its last part
 
 
 class WritingOptions(Options):
@@ -219,15 +220,17 @@ def _write(
     """Write the tokens of the remaining sources; add each to `done` at its end."""
     counts, printed = done[-1].model_copy(deep=True) if done else Source(), time.monotonic()
     batches = _batches(paths[len(done) :], counts.skipped, options)
-    for batch, ids in map_ahead(_encode, batches, options.workers or os.cpu_count(), AHEAD):
+    encoded = map_ahead(_encode, batches, options.workers or os.cpu_count(), AHEAD)
+    for part, ids in itertools.chain.from_iterable(encoded):
         begins = ids == END_OF_TEXT
-        is_val = _is_val(batch.path, counts.documents + np.cumsum(begins), options.val_every)
+        is_val = _is_val(part.path, counts.documents + np.cumsum(begins), options.val_every)
         _append(folder, counts, "train", ids[~is_val], options.shard_tokens)
         _append(folder, counts, "val", ids[is_val], options.shard_tokens)
         counts.documents += int(begins.sum())
-        counts.characters += sum(len(piece) for piece in batch.pieces if isinstance(piece, str))
-        if batch.record:
-            done.append(counts.model_copy(update=batch.record, deep=True))
+        counts.characters += sum(len(piece) for piece in part.pieces if isinstance(piece, str))
+        if part.record:
+            tokens = counts.tokens.copy()
+            done.append(counts.model_copy(update=part.record | {"tokens": tokens}))
             path = unfinished_folder(folder) / SOURCES
             with writing(path), open(path, "a", encoding="utf-8") as file:
                 file.write(f"{done[-1].model_dump_json()}\n")
@@ -280,11 +283,11 @@ def _finish(unfinished: Path, done: list[Source]) -> None:
 # ---- reading and tokenizing
 
 
-def _batches(paths: Sequence[Path], skipped: int, options: WritingOptions) -> Iterator[Batch]:
+def _batches(paths: Sequence[Path], skipped: int, options: WritingOptions) -> Iterator[list[Part]]:
     """Read sources in batches of similar size; `skipped` records of sources before are left out."""
-    is_noted = False
+    batch, size, is_noted = list[Part](), 0, False
     for path in paths:
-        record, pieces, size = _origin(path, options), list[str | np.ndarray](), 0
+        record, pieces = _origin(path, options), list[str | np.ndarray]()
         for piece in read_pieces(path, options.text_column, options.separator):
             if isinstance(piece, TokenFileError):
                 skipped += 1
@@ -297,15 +300,20 @@ def _batches(paths: Sequence[Path], skipped: int, options: WritingOptions) -> It
             pieces.append(piece)
             size += len(piece) + 100  # a short piece takes time too
             if size >= BATCH:
-                yield Batch(path, pieces, {})
-                pieces, size = [], 0
-        yield Batch(path, pieces, record | {"skipped": skipped})
+                yield [*batch, Part(path, pieces, {})]
+                batch, size, pieces = [], 0, []
+        batch.append(Part(path, pieces, record | {"skipped": skipped}))
+    yield batch
 
 
-def _encode(batch: Batch) -> tuple[Batch, np.ndarray]:
-    """Return a batch and its tokens."""
-    tokens = [encode(piece) if isinstance(piece, str) else piece for piece in batch.pieces]
-    return batch, np.concatenate([NO_TOKENS, *tokens], dtype="<u2", casting="unsafe")
+def _encode(batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
+    """Return each part and its tokens."""
+    return [(part, _join(part.pieces)) for part in batch]
+
+
+def _join(pieces: Sequence[str | np.ndarray]) -> np.ndarray:
+    tokens = [encode(piece) if isinstance(piece, str) else piece for piece in pieces]
+    return np.concatenate([NO_TOKENS, *tokens], dtype="<u2", casting="unsafe")
 
 
 # ---- the command
