@@ -478,7 +478,8 @@ def test_a_record_without_a_text_is_named_by_file_and_number_and_can_be_left_out
 
 
 def test_what_was_left_out_counts_over_all_files_and_after_resuming(monkeypatch, capsys):
-    monkeypatch.setattr(text, "AHEAD", 0)  # a.jsonl is written before the error
+    monkeypatch.setattr(text, "AHEAD", 0)
+    monkeypatch.setattr(text, "BATCH", 1)  # a.jsonl is written before the error
     for path in (A, B):
         path.write_bytes(LINE + b"bad\n" + LINE)
     for _ in range(2):
