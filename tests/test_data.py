@@ -308,14 +308,6 @@ def test_an_epoch_is_a_permutation_at_any_number_of_windows():
             assert sorted(windows) == [*range(n)], (n, epoch)
 
 
-def test_the_order_of_a_huge_corpus_repeats_no_window_and_stays_within_it():
-    for n in (97_656_000, 2**40 - 1, 10**15):  # the first: 100 billion tokens
-        windows = [permuted(place, n, 1337, 0) for place in range(0, n, n // 50_000)]
-        assert len({*windows}) == len(windows)
-        assert 0 <= min(windows) <= max(windows) < n
-        assert abs(sum(windows) / len(windows) / n - 0.5) < 0.01
-
-
 @each_order
 def test_overfit_batch_is_step_1s_batch_for_ever_with_all_its_micro_steps(shuffle):
     loader = DataLoader(make_stream(401), 2, accumulation=3, shuffle=shuffle)
