@@ -31,7 +31,7 @@ from run.evaluation import Evaluation, is_due
 from run.expected import ExpectedLosses
 from run.folder import RunFolder
 from run.log import RunLog
-from run.save import advising, check_disk, save, save_if_best
+from run.save import advising, check_disk, end_unfinished, save, save_if_best
 from run.start import find_checkpoint, is_finished, note_options, open_run, restore
 from run.state import Batches, Figures, Run, State, take_random_state
 from run.steps import PendingStep, finish_step, pending_step, rescue
@@ -48,7 +48,7 @@ from runtime.device import (
     usable_precision,
 )
 from runtime.errors import TrainingError, reported
-from runtime.signals import StopRequest, end_unfinished
+from runtime.signals import StopRequest
 from runtime.start import return_freed_memory
 from runtime.world import World, joined_world, no_sync
 
@@ -217,8 +217,9 @@ def take_step(run: Run, stop: StopRequest | None = None) -> PendingStep:
     # All ranks learn together with the figures whether any of them was asked to stop.
     asked = torch.full((), bool(stop and stop.received), device=device)
     figures["asked"] = run.world.all_reduce_metrics(asked)[0]
+    pending = pending_step(step, figures, start)
     state.end_step()
-    return pending_step(step, figures, start)
+    return pending
 
 
 def between_steps(run: Run, evaluation: Evaluation, stopping: bool) -> None:

@@ -12,10 +12,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from config import MFU
 from run.track import Trackers
 from runtime.console import log
 from runtime.errors import UserError
 from runtime.files import write_atomic, writing
+from runtime.report import about
 
 Row = dict[str, float | None]  # a row of a CSV file by column; an empty cell is None
 ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's tokens/s
@@ -136,6 +138,16 @@ class RunLog:
 def duration(seconds: float) -> str:
     """Return seconds as h:mm:ss, after days if there are any."""
     return str(datetime.timedelta(seconds=round(seconds)))
+
+
+UNKNOWN = "the device could not be measured, or is too busy with other programs"
+
+
+def describe_duration(seconds: float | None, shorter: str) -> str:
+    """Return a line on how long training takes, estimated at MFU, and a shorter alternative."""
+    if seconds is None:
+        return f"how long this takes is not known: {UNKNOWN}; shorter: {shorter}"
+    return f"takes about {about(seconds)}, at {MFU:.0%} MFU; shorter: {shorter}"
 
 
 # ---- the CSV files

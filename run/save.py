@@ -4,7 +4,7 @@ import contextlib
 import math
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from run.folder import how_to_resume
 from run.state import Run, State, take_random_state
 from runtime.console import log
 from runtime.errors import TrainingError, UserError
+from runtime.launch import launch
+from runtime.signals import StopRequest
 
 
 def save(run: Run, random_state: dict[str, Any] | None = None) -> None:
@@ -152,3 +154,13 @@ def advising(run: Run) -> Iterator[None]:
         if run.state.step and isinstance(error, UserError):
             error.status = 1  # the run has failed: its options were right
         raise
+
+
+def end_unfinished(summary: Mapping[str, Any], stop: StopRequest) -> None:
+    """Raise SystemExit(1) after a run that stopped for a signal to another machine.
+
+    This machine's torchrun then starts its ranks again (--max_restarts), together with the
+    machines that remain or join.
+    """
+    if summary.get("interrupted") and stop.received is None and launch().agents > 1:
+        raise SystemExit(1)

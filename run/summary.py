@@ -15,7 +15,7 @@ import torch
 from config import MFU, Config
 from kernels.attention import blocked_is_faster
 from run.folder import how_to_resume
-from run.log import RunLog, duration
+from run.log import RunLog, describe_duration, duration
 from run.state import Run
 from runtime.console import log
 from runtime.device import (
@@ -28,7 +28,7 @@ from runtime.device import (
     peak_memory_mb,
 )
 from runtime.files import write_atomic
-from runtime.report import describe_duration, flops_rate, git_commit, machine
+from runtime.report import flops_rate, git_commit, machine
 from runtime.world import World
 
 # ---- before the first step
@@ -161,7 +161,7 @@ def announce_long_run(run: Run) -> None:
         return
     rate = matmul_tflops(world.device, config.matmul_dtype)
     shorter = "--max_steps 5, or --config quickstart.yaml"
-    log.info(describe_duration(rate and flops / (rate * 1e12 * MFU), MFU, shorter))
+    log.info(describe_duration(rate and flops / (rate * 1e12 * MFU), shorter))
 
 
 def mfu(reached: float, matmul: float | None) -> float | None:

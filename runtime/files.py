@@ -34,7 +34,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file's content at once; an Estimate is written as value, low and high."""
+    """Replace a JSON file's content at once; a dataclass is written as its fields by name."""
     text = json.dumps(content, indent=1, default=dataclasses.asdict) + "\n"
     # a list of numbers takes one line
     write_atomic(path, re.sub(r'\[\n[^][{}"]*\]', lambda match: " ".join(match[0].split()), text))

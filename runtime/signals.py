@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from runtime.launch import launch
@@ -100,13 +100,3 @@ class StopRequest:
         elif time.monotonic() - self.received > SAME_SIGNAL_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-
-
-def end_unfinished(summary: Mapping[str, Any], stop: StopRequest) -> None:
-    """Raise SystemExit(1) after a run that stopped for a signal to another machine.
-
-    This machine's torchrun then starts its ranks again (--max_restarts), together with the
-    machines that remain or join.
-    """
-    if summary.get("interrupted") and stop.received is None and launch().agents > 1:
-        raise SystemExit(1)

@@ -16,9 +16,10 @@ from measure import profile
 from measure.interleaved.process import in_fresh_process
 from measure.ladder.probe import matmul_rates
 from model import GPT, GPTConfig
+from run.log import describe_duration
 from runtime import device
 from runtime.cli import parse
-from runtime.report import about, describe_duration, flops_rate, project_files
+from runtime.report import about, flops_rate, project_files
 from tests.conftest import CPU, ROOT, TINY, cases, refused, run_from_nothing
 
 BATCH = {"seq_len": 32, "batch_size": 2, "device": "cpu"}
@@ -234,7 +235,7 @@ def test_the_breakdown_finds_planted_slow_parts():
 
 def test_rates_and_durations_in_words():
     assert flops_rate(0.0042) == "4.2 GFLOP/s"
-    unknown = describe_duration(None, 0.5, "less")
+    unknown = describe_duration(None, "less")
     assert unknown.startswith("how long this takes is not known: the device could not be measured")
     spoken = "2 minutes, 2.0 hours, 10 hours, 2 days, 93 days"
     assert ", ".join(map(about, (90, 7200, 36_000, 172_800, 8e6))) == spoken

@@ -15,10 +15,10 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import means_over_seeds, median_ratio, product, student_t
 from measure.interleaved.rounds import Side, interleave, run_rounds, seconds_shown
 from measure.interleaved.side import step_of, take_steps, without_end
+from measure.report.estimate import Estimate
 from run.log import read_rows
 from runtime.cli import parse
 from runtime.errors import TrainingError
-from runtime.report import Estimate
 from tests.conftest import ALONE, CPU, ROOT, cases, forks, refused, run
 from train import setup, train
 

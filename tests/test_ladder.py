@@ -28,12 +28,12 @@ from measure.ladder.explain import card_of, card_of_stage
 from measure.ladder.record import Device, Record, Run, Summary
 from measure.ladder.results import look_up
 from measure.report import tables
+from measure.report.estimate import Estimate
 from model import GPT, GPTConfig
 from run.log import LOG_COLUMNS
 from runtime.cli import CONFIG_DIR, parse
 from runtime.errors import why_it_failed
 from runtime.files import sole_writer
-from runtime.report import Estimate
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc
 from train import train

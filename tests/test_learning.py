@@ -9,8 +9,8 @@ from measure.ladder.learning import Learned, compare, mean_of, rows_of, steps_to
 from measure.ladder.record import Device, Record
 from measure.ladder.results import look_up
 from measure.ladder.stages import ablated_losses, with_seeds
+from measure.report.estimate import Estimate
 from run.log import read_rows
-from runtime.report import Estimate
 from tests.conftest import TINY, TINY_RUN, refused
 from tests.test_ladder import climb, fake_run, plan, table
 

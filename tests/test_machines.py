@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from data.token_file import write_corpus
-from runtime.signals import StopRequest, end_unfinished
+from run.save import end_unfinished
+from runtime.signals import StopRequest
 from tests.conftest import (
     ALONE,
     ROOT,

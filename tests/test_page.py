@@ -12,10 +12,11 @@ import pytest
 from config import load_config
 from measure.ladder.explain import card_of, code_at, explained
 from measure.ladder.report import FIGURES
+from measure.report.estimate import Estimate
 from measure.report.report import Figure, Report, Row, curve_of, write_report
 from runtime.cli import find_config
 from runtime.errors import UserError
-from runtime.report import Estimate, project_files
+from runtime.report import project_files
 from tests.conftest import ROOT
 from tests.test_ladder import EPYC, RESULTS, climb, table
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from measure.interleaved.ratio import median_ratio
-from runtime.report import Estimate
+from measure.report.estimate import Estimate
 
 FEWEST_FOR_AN_EARLY_END = 10  # rounds: in fewer, intervals are too often narrow by chance
 

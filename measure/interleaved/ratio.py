@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from runtime.report import Estimate
+from measure.report.estimate import Estimate
 
 CONFIDENCE = 0.95
 FEWEST = 6  # pairs with an interval: 5 all fall on one side of the true median in 1 of 16 cases

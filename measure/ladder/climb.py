@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from config import MFU, Config
+from config import Config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.process import in_fresh_process, start_process
 from measure.interleaved.rounds import (
@@ -24,9 +24,10 @@ from measure.interleaved.rounds import (
 from measure.ladder.record import Device, Predictions, Record, Run, Summary, settings
 from measure.ladder.results import look_up
 from measure.ladder.stages import Stage
+from run.log import describe_duration
 from runtime.errors import why_it_failed
 from runtime.files import sole_writer
-from runtime.report import describe_duration, git_commit, git_diff, machine
+from runtime.report import git_commit, git_diff, machine
 from runtime.start import cores
 
 # Seconds until the first step, and the seconds that torch.compile adds with a warm cache: measured
@@ -108,7 +109,7 @@ def announce(
             seconds += 60 * config.max_minutes if config.max_minutes else of_steps
         for step in map(device.step_seconds, of_sides):
             seconds += (processes * LEFT_OUT + rounds * steps_of_a_turn(step)) * step
-    print(describe_duration(seconds, MFU, SHORTER), flush=True)
+    print(describe_duration(seconds, SHORTER), flush=True)
 
 
 def searches_for_kernels(config: Config, device: Device) -> bool:

@@ -17,9 +17,9 @@ from measure.ladder.record import Record, curve
 from measure.ladder.report import speeds_of
 from measure.ladder.results import Result, look_up, write_results
 from measure.ladder.stages import Stage
+from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import Figure, Report, Row, curve_of
-from runtime.report import Estimate
 
 Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
 Results = Mapping[Stage, Sequence[Result]]  # one result per seed

@@ -18,12 +18,12 @@ from measure.ladder.quick import SUFFIX
 from measure.ladder.record import LIMITS, Record, Run, curve, read_columns
 from measure.ladder.results import Result, look_up, shortened, write_results
 from measure.ladder.stages import Stage, series, series_folder
+from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import PEAK_MEMORY, Figure, Report, Row, curve_of, write_report
 from measure.report.steps import StepTime, draw_steps
 from run.log import EVAL_COLUMNS
 from runtime.errors import UserError, in_a_line
-from runtime.report import Estimate
 
 Done = Sequence[tuple[Stage, Run]]  # the finished stages
 COMPARED = range(11, 51)  # steps over which loss curves are compared

@@ -21,6 +21,7 @@ from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
 from model import GPT
 from run.evaluation import read_needed
+from run.log import UNKNOWN
 from run.save import save
 from run.start import find_checkpoint
 from run.state import Run, put_random_state, take_random_state
@@ -28,7 +29,6 @@ from run.steps import StepRow, judge, read_step
 from runtime.console import Console
 from runtime.device import peak_memory_mb
 from runtime.errors import TrainingError, UserError
-from runtime.report import UNKNOWN
 from runtime.world import World
 from train import open_data, setup, take_step, train_step
 

@@ -16,12 +16,13 @@ from dataloader import open_corpus
 from model import GPT, GPTConfig
 from optimizer import make_optimizers
 from run.expected import ExpectedLosses
+from run.log import UNKNOWN
 from run.save import checkpoint_bytes
 from run.state import State
 from runtime.device import device_name, matmul_tflops
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.report import UNKNOWN, about, flops_rate
+from runtime.report import about, flops_rate
 from runtime.world import World
 
 MB = 2**20

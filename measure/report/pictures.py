@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measure.report.estimate import Estimate
 from measure.report.templates import render
 from runtime.files import write_atomic
-from runtime.report import Estimate
 
 WIDTH, MARGIN = 800, 16
 LEFT, RIGHT = 260, 545  # ends of the longest bar: its name and its figures are beside it

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measure.report.estimate import Estimate
 from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
 from measure.report.templates import render
 from runtime.errors import TrainingError
 from runtime.files import write_atomic
-from runtime.report import Estimate
 
 Values = Mapping[str, Any]
 INTERVALS = (

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from measure.report.estimate import Estimate
 from measure.report.pictures import WIDTH, Scale
 from measure.report.templates import render
 from runtime.files import write_atomic
-from runtime.report import Estimate
 
 LEFT, RIGHT, TOP, ROW = 200, 600, 66, 30  # pixels: ends of the longest bar, first row, height
 
