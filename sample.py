@@ -59,7 +59,6 @@ if __name__ == "__main__":
     OPTIONS = start(SampleOptions, positional="run")
 
 import itertools
-import sys
 import time
 from pathlib import Path
 
@@ -144,5 +143,5 @@ def main(options: SampleOptions) -> None:
 
 if __name__ == "__main__":
     advice = {"memory": "out of memory; take a smaller --batch_size, or --bf16"}
-    with reported(advice=advice), Console(stream=sys.stderr):  # stdout is for texts
+    with reported(advice=advice), Console(on_stderr=True):  # stdout is for texts
         main(OPTIONS)

@@ -7,12 +7,13 @@
 import contextlib
 import io
 import logging
+import sys
 from collections.abc import Iterator
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TextIO
 
-from runtime.errors import drop_stdout
+from runtime.errors import drop
 from runtime.files import writing
 
 log = logging.getLogger("gpt2")
@@ -29,10 +30,9 @@ class Console(logging.Handler):
     The command goes on if stdout is closed or full. A file that cannot be written raises OSError.
     """
 
-    def __init__(self, rank: int = 0, stream: TextIO | None = None):
-        """`stream`: default is stdout."""
+    def __init__(self, rank: int = 0, *, on_stderr: bool = False):
         super().__init__()
-        self._rank, self._stream, self._path = rank, stream, Path()
+        self._rank, self._on_stderr, self._path = rank, on_stderr, Path()
         self._file: TextIO = io.StringIO()  # until `open`
 
     def __enter__(self) -> "Console":
@@ -43,11 +43,12 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print and keep a record; logging's own handlers would not raise its errors."""
         text = PREFIXES.get(record.levelno, "") + record.getMessage()
-        if record.levelno < logging.ERROR:
+        stream = sys.stderr if self._on_stderr else sys.stdout
+        if stream and record.levelno < logging.ERROR:  # None: closed before Python started
             try:
-                print(text, file=self._stream, flush=True)
+                print(text, file=stream, flush=True)
             except OSError:
-                drop_stdout()
+                drop(stream)
         self._keep(f"{text}\n")
 
     def open(self, path: Path) -> None:

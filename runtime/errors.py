@@ -73,7 +73,7 @@ def reported(
             try:
                 sys.stdout.flush()
             except OSError:
-                drop_stdout()
+                drop(sys.stdout)
 
 
 def exit_with(error: UserError, status: int | None = None) -> NoReturn:
@@ -149,10 +149,10 @@ def why_it_failed(status: int, stderr: TextIO) -> str:
     return (lines or [f"exit status {status}"])[-1]
 
 
-def drop_stdout() -> None:
-    """Discard all further output on stdout."""
+def drop(stream: TextIO) -> None:
+    """Discard all further output on a stream."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def in_a_line(error: BaseException) -> str:

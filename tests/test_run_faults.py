@@ -139,6 +139,15 @@ def test_a_fault_in_the_middle_of_an_update_is_not_saved(go, here, monkeypatch):
     assert "--resume" in caught.value.__notes__[0]
 
 
+def test_a_step_whose_figures_were_not_sent_is_not_saved_with_random_states_of_before(
+    go, here, monkeypatch
+):
+    inject(monkeypatch, train_module, "pending_step", MemoryError(), lambda step, *_: step == 4)
+    with pytest.raises(MemoryError):
+        go(checkpoint_every=2)
+    assert checkpoints(here) == ["step_000002"]
+
+
 @pytest.mark.parametrize(
     ("step", "error"),
     [

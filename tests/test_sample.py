@@ -2,9 +2,10 @@
 command.
 """
 
+import os
+import re
 import shlex
 import signal
-import sys
 
 import pytest
 import tiktoken
@@ -179,7 +180,7 @@ def printed(run_folder, capsys, monkeypatch):
     monkeypatch.chdir(run_folder)
 
     def call(words):
-        with Console(stream=sys.stderr):
+        with Console(on_stderr=True):
             sample.main(options(f"--device cpu {words}"))
         return capsys.readouterr()
 
@@ -243,3 +244,16 @@ def test_bf16_weights_continue_a_prompt_that_is_longer_than_the_context(run_fold
     assert out.startswith(prompt)
     assert len(out) > len(prompt) + 2
     assert load_sampled_model(options(words)).lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("close", ["os.close(2)", "os.dup2(os.open('/dev/full', 1), 2)"])
+def test_notes_that_stderr_does_not_take_leave_the_texts_alone(close, run_folder):
+    command = "model --device cpu --max_new_tokens 5 --temperature 0 --top_k 5"
+    code = (
+        f"import os, sys; {close}; os.execv(sys.executable, [sys.executable, "
+        f"{str(ROOT / 'sample.py')!r}, *{command.split()!r}])"
+    )
+    done = run("-c", code, cwd=run_folder)
+    assert done.stdout
+    assert not re.search("top_k|tokens/s", done.stdout)
