@@ -90,19 +90,6 @@ def failing(ranks, error):
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        ("OSError(5, 'bad disk', 'mine')", "error: rank 1: mine: bad disk"),
-        ("RuntimeError('anything')", "RuntimeError: anything"),
-    ],
-)
-def test_a_rank_that_fails_says_why_and_another_that_it_lost_a_rank(error, line, tmp_path):
-    lost, failed = run_ranks(2, "-c", failing({1}, error), cwd=tmp_path, status=1)
-    assert lost.stderr == "error: another rank has died\n"
-    assert failed.stderr.endswith(f"{line}\n")
-
-
-@pytest.mark.parametrize(
     ("ranks", "error", "printed", "cause"),
     [
         ({1}, "UserError('wrong')", ["error: rank 1: wrong"], "error: rank 1: wrong"),

@@ -24,16 +24,12 @@ import train as train_module
 from checkpoint.saved import read_state
 from config import load_config
 from data.token_file import TokenFileError
-from run.log import RunLog
-from run.save import advising
-from run.steps import rescue
 from runtime.errors import TrainingError, kind_of_failure
 from runtime.launch import Launch
 from runtime.signals import Stopped, StopRequest
 from runtime.world import World
 from tests.conftest import (
     ALONE,
-    CPU,
     ROOT,
     WITH_TEXT,
     at_step,
@@ -44,7 +40,7 @@ from tests.conftest import (
     run,
 )
 from tests.test_resume import checkpoints, needs_dev_full, newest
-from train import setup, train
+from train import train
 
 
 def inject(monkeypatch, module, name, error, when=lambda *args: True):
@@ -184,17 +180,6 @@ def test_the_error_line_says_how_to_resume_quoted_for_the_shell(tiny_config, mon
     assert line == f"error: a bad file; {to_go_on(shlex.quote(folder))}"
     train(load_config(resume=folder), ALONE)
     assert capsys.readouterr().out.endswith(f"for text: python sample.py {shlex.quote(folder)}\n")
-
-
-def test_one_of_several_ranks_saves_nothing_at_a_fault_and_says_how_to_resume(tiny_config, here):
-    run = setup(tiny_config(), ALONE)
-    run.state.step, run.state.checkpoint = 5, here / "step_000004"
-    run.world, error = World(CPU, rank=1, world_size=2), ValueError("anything")
-    rescue(error, None, {}, run, RunLog(here))
-    with pytest.raises(ValueError, match="anything"), advising(run):
-        raise error
-    assert error.__notes__ == [to_go_on(here)]
-    assert not here.exists()
 
 
 # ---- output that nobody reads

@@ -69,18 +69,9 @@ def tensorboard():
     return read
 
 
-def test_tensorboard_has_every_figure_of_the_logs_and_samples_and_options(go, here, tensorboard):
-    go(**EVERYTHING, tensorboard=True)
-    curves, texts = tensorboard(here)
-    check_same(curves, here)
-    assert f"tensorboard --logdir {here.parent}" in console(here)
-    samples = texts["sample/text_summary"]
-    assert samples.keys() == {4, 8, 9}
-    assert all(text.startswith(b"    The") for text in samples.values())
-    assert b"    max_steps: 9\n" in texts["config/text_summary"][0]
-
-
-def test_a_run_that_was_killed_has_its_whole_curves_with_each_step_once(go, here, tensorboard):
+def test_tensorboard_has_each_figure_of_the_logs_once_samples_and_options_also_after_a_kill(
+    go, here, tensorboard
+):
     go(**EVERYTHING, tensorboard=True)
     # killed in step 9 after the checkpoint of step 6, while an event was written
     for lost in here.glob("checkpoints/*_00000[89]"):
@@ -88,7 +79,13 @@ def test_a_run_that_was_killed_has_its_whole_curves_with_each_step_once(go, here
     (events,) = here.glob("events.*")
     os.truncate(events, events.stat().st_size - 20)
     go(load_config(resume=str(here)))
-    check_same(tensorboard(here)[0], here)
+    curves, texts = tensorboard(here)
+    check_same(curves, here)
+    assert f"tensorboard --logdir {here.parent}" in console(here)
+    samples = texts["sample/text_summary"]
+    assert samples.keys() == {4, 8, 9}
+    assert all(text.startswith(b"    The") for text in samples.values())
+    assert b"    max_steps: 9\n" in texts["config/text_summary"][0]
 
 
 def test_one_more_figure_of_a_step_reaches_metrics_csv_and_trackers_once_for_each_step(
@@ -173,17 +170,6 @@ def test_a_run_that_fails_is_shown_as_failed(go, wandb, monkeypatch):
         go(wandb=True)
     ((_, _, exit_code),) = wandb[1]
     assert exit_code == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("wandb")
-def test_a_run_for_which_wandb_cannot_be_reached_is_kept_offline(go, here, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
-    assert go(wandb=True)["steps"] == 6
-    assert "note: wandb keeps this run offline: CommError: " in console(here)
-    assert len([*here.glob("wandb/offline-run-*")]) == 1
 
 
 # ---- either

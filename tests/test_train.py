@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections import namedtuple
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint.files
 import runtime.device
-import train as train_module
 from checkpoint.files import CheckpointError, read_json
 from checkpoint.weights import build_model
 from config import WITHOUT_GRAPHS, Config, load_config
@@ -37,6 +35,7 @@ from tests.conftest import (
     ALONE,
     COMPILED,
     CPU,
+    TINY_RUN,
     WITH_TEXT,
     at_step,
     console,
@@ -175,31 +174,17 @@ def test_on_a_gpu_flash_is_a_fused_kernel_tf32_is_on_and_autocast_takes_an_index
     assert torch.get_float32_matmul_precision() == "high"
 
 
-@pytest.fixture
-def modes(monkeypatch):
-    """The modes in which runs compile; nothing is compiled."""
+def test_a_run_compiles_in_its_mode_and_says_which_kernel_flash_runs_and_what_has_no_effect(
+    go, here, monkeypatch
+):
     modes = []
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: modes.append(mode) or model)
-    return modes
-
-
-@pytest.mark.usefixtures("modes")
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"flash": True}, "flash runs PyTorch's flash_attention kernel"),
-        ({"flash": True, "dropout": 0.1}, "flash has no effect"),
-        ({"compile": True, "compile_mode": "reduce-overhead"}, "has no effect without CUDA"),
-    ],
-)
-def test_a_run_says_which_kernel_flash_runs_and_what_has_no_effect(options, said, go, here):
-    go(**options, max_steps=1)
-    assert said in console(here)
-
-
-def test_the_mode_reaches_torch_compile(go, modes):
-    go(compile=True, compile_mode="max-autotune", max_steps=1)
+    go(flash=True, compile=True, compile_mode="max-autotune", max_steps=1)
     assert modes[0] == "max-autotune"
+    assert "flash runs PyTorch's flash_attention kernel" in console(here)
+    go(flash=True, dropout=0.1, compile=True, compile_mode="reduce-overhead", max_steps=1)
+    assert "flash has no effect" in console(here)
+    assert "has no effect without CUDA" in console(here)
 
 
 @pytest.mark.parametrize("options", [{"loss_chunks": 2}, {"total_batch_tokens": 256}, {}], ids=str)
@@ -242,13 +227,6 @@ def test_training_compiles_once_and_validation_once_if_its_whole_batches_are_man
     assert printed.count("| validation loss") == 6
 
 
-def test_freed_memory_is_returned_once_after_a_processs_first_step(go, monkeypatch):
-    returned = Mock()
-    monkeypatch.setattr(train_module, "return_freed_memory", returned)
-    go()
-    returned.assert_called_once_with()
-
-
 @pytest.fixture
 def large_scale(monkeypatch):
     """A loss scale of fp16 with which the first steps overflow."""
@@ -278,21 +256,6 @@ def test_fp16_overflows_are_counted_and_noted_with_the_new_scale_and_the_run_goe
 
 
 @pytest.mark.usefixtures("large_scale")
-def test_a_run_whose_last_step_overflows_in_fp16_is_saved_and_not_done(tiny_config, here, capsys):
-    options = {"fp16": True, "fused_adamw": True, "checkpoint_every": 1}
-    with pytest.raises(SystemExit, match="1"):
-        train_module.main(tiny_config(**options, max_steps=2))
-    output = capsys.readouterr()
-    assert output.err.startswith(
-        "error: the update of the last step, 2, was skipped: its gradients overflow"
-    )
-    assert "done" not in output.out
-    weights = here.glob("checkpoints/step_00000[12]/model.safetensors")
-    first, second = (path.read_bytes() for path in weights)
-    assert first == second
-
-
-@pytest.mark.usefixtures("large_scale")
 def test_a_loss_that_is_not_finite_ends_a_run_in_fp16_whatever_overflowed_before(go, monkeypatch):
     real, calls = GPT.forward, itertools.count(1)
     monkeypatch.setattr(
@@ -302,14 +265,12 @@ def test_a_loss_that_is_not_finite_ends_a_run_in_fp16_whatever_overflowed_before
         go(fp16=True)
 
 
-@pytest.mark.parametrize(("factor", "noted"), [(12.0, 1), (0.5, 0)])
-def test_bf16_where_it_is_slow_is_noted_with_the_factor_and_what_to_do(
-    factor, noted, go, here, monkeypatch
-):
-    monkeypatch.setattr(runtime.device, "slowdown", lambda *_: factor)
-    go(bf16=True, max_steps=1)
-    note = "note: bf16 is slow.* 12\\.0 times.* --no-bf16"
-    assert len(re.findall(note, console(here))) == noted
+def test_bf16_is_noted_with_the_factor_and_what_to_do_where_it_is_slow_alone(go, here, monkeypatch):
+    for factor in (12.0, 0.5):
+        monkeypatch.setattr(runtime.device, "slowdown", lambda *_, factor=factor: factor)
+        go(bf16=True, max_steps=1)
+        noted = re.search("note: bf16 is slow.* 12\\.0 times.* --no-bf16", console(here))
+        assert bool(noted) == (factor > 1)
 
 
 def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_random_state():
@@ -399,20 +360,17 @@ def test_a_run_has_files_of_a_fixed_form_and_says_what_runs_before_its_first_ste
     assert summary["val_loss"] == column(config, "val_loss", "eval.csv")[-1]
 
 
-SMALL = {
+SMALL = TINY_RUN | {
     "n_layer": 1,
     "n_head": 1,
     "n_embd": 16,
-    "block_size": 16,
-    "seq_len": 16,
-    "batch_size": 2,
+    "block_size": 32,
+    "batch_size": 1,
     "total_batch_tokens": 64,
-    "dataset": "tiny",
     "val_fraction": 0.1,
     "sample_tokens": 2,
     "max_steps": 2,
     "compile": False,
-    "device": "cpu",
 }
 
 
