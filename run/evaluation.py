@@ -80,8 +80,8 @@ class Evaluation:
         Computes it if it is due, and logs whether the run is on track, if the config names its
         curve. Raises TrainingError if it is not finite.
         """
-        run, config, known = self.run, self.run.config, self.figures[step]
-        if is_due(config.eval_every, step, last) and "val_loss" not in known:
+        run, config = self.run, self.run.config
+        if self._is_due("val_loss", config.eval_every, step, last):
             with run.autocast():
                 loss = validation_loss(
                     run.state.evaluated,
@@ -96,17 +96,21 @@ class Evaluation:
                 verdict := self.reference.judge(step * run.tokens_per_step, loss)
             ):
                 log.info(f"step {step}: {verdict}")
-        return known.get("val_loss", math.inf)
+        return self.figures.get(step, {}).get("val_loss", math.inf)
 
     def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
-        run, config, known = self.run, self.run.config, self.figures[step]
-        if is_due(config.hellaswag_every, step, last) and "hellaswag_acc_norm" not in known:
+        run, config = self.run, self.run.config
+        if self._is_due("hellaswag_acc_norm", config.hellaswag_every, step, last):
             with run.autocast():
                 # A training step of the same number of tokens takes more memory.
                 tokens = config.batch_size * config.seq_len
                 scores = score(run.state.evaluated, self.questions, tokens, run.world)
             self._log(step, {"hellaswag_acc_norm": scores["acc_norm"]["score"]})
+
+    def _is_due(self, figure: str, every: int, step: int, last: bool) -> bool:
+        """True if a figure is due, and no earlier call has it."""
+        return is_due(every, step, last) and figure not in self.figures.get(step, {})
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         self.figures[step] |= figures

@@ -118,7 +118,6 @@ def _find_checkpoint(config: Config) -> SavedState | None:
     Notes each damaged one.
     """
     resume, run = config.resume, Path(f"{config.log_dir}/{config.run_name}")
-    skipped: list[str] = []
     if resume is None:
         return None
     if resume != "auto":
@@ -141,15 +140,13 @@ def _find_checkpoint(config: Config) -> SavedState | None:
         try:
             return read_state(folder)
         except CheckpointError as error:
-            skipped.append(f"skipping a checkpoint: {error}")
-            log.warning(skipped[-1])
-    if resume != "auto":
-        problem = (
-            f"--resume {resume}: has no whole checkpoint; give auto, a run's folder or one of its "
-            f"checkpoints/step_*, or start a new run with --init_from"
-        )
-        raise CheckpointError("\n".join([problem, *skipped]))
-    return None
+            log.warning(f"skipping a checkpoint: {error}")
+    if resume == "auto":
+        return None
+    raise CheckpointError(
+        f"--resume {resume}: has no whole checkpoint; give auto, a run's folder or one of its "
+        f"checkpoints/step_*, or start a new run with --init_from"
+    )
 
 
 def folder_of(run: Path, config: Config) -> Path:
