@@ -205,10 +205,10 @@ def here(tmp_path):
 
 
 def at_step(monkeypatch, act):
-    """Call `act(call, model)` in every step of the next runs, `call` counting from 1, once its
-    gradients are there and clipped.
+    """Call `act(call, model)` in every step of all next runs, `call` counting from 1 through all of
+    them, once its gradients are there and clipped.
 
-    If `act` returns a norm, the step uses it. Returns a function that ends this.
+    If `act` returns a norm, the step uses it.
     """
     import train as train_module
 
@@ -220,7 +220,6 @@ def at_step(monkeypatch, act):
         return norm if instead is None else instead
 
     monkeypatch.setattr(train_module, "clip_gradients", clip_gradients)
-    return lambda: monkeypatch.setattr(train_module, "clip_gradients", real)
 
 
 def poisoned_at(*steps):

@@ -151,9 +151,8 @@ def test_a_run_ends_by_the_clock_with_all_that_the_end_of_a_run_has(go, here, ti
 @pytest.mark.usefixtures("clock")
 def test_a_resumed_run_has_the_rest_of_its_minutes(go, here, stop_at, capsys):
     options = {"lr_schedule": "wsd", "max_minutes": 0.2}
-    disarm = stop_at(5)
+    stop_at(5)
     assert go(**options)["interrupted"]
-    disarm()
     assert go(**options, resume="auto")["resumed_after_step"] == 5
     assert column(here, "step") == [*range(1, 13)]
     assert go(**options, resume="auto") == {"steps": 12}

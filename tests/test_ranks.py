@@ -27,17 +27,7 @@ def environment(monkeypatch):
     return put
 
 
-def cannot_join(match):
-    with pytest.raises(TrainingError, match=match), joined_world(CPU, timeout=1):
-        raise AssertionError("joined")
-
-
 # ---- the environment, and meeting
-
-
-def test_pytorchs_own_reason_is_kept_if_the_environment_is_incomplete(environment):
-    environment(RANK="")
-    cannot_join("cannot meet at .*environment variable RANK expected, but not set")
 
 
 @pytest.mark.parametrize("size", ["", "0", "1"])
@@ -57,9 +47,9 @@ def test_ranks_that_cannot_meet_say_where_they_wait_and_then_why(rank, reason, e
         taken.bind(("::", 0))
         port = str(taken.getsockname()[1])
         environment(RANK=rank, MASTER_PORT=port)
-        cannot_join(
-            f"2 ranks of this run cannot meet at localhost:{port}: {reason}.*, after \\d+ s"
-        )
+        said = f"2 ranks of this run cannot meet at localhost:{port}: {reason}.*, after \\d+ s"
+        with pytest.raises(TrainingError, match=said), joined_world(CPU, timeout=1):
+            raise AssertionError("joined")
     line = f"rank {rank} waits at localhost:{port} for the other ranks"
     assert capfd.readouterr().err.startswith(line)
 

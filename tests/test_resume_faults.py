@@ -29,13 +29,11 @@ def contents(folder):
 def test_of_two_runs_of_one_name_the_second_is_refused_while_the_first_trains(
     tiny_config, go, here, tmp_path, monkeypatch
 ):
-    link = here.with_name("latest")
 
     def begin_second(*_):
-        link.symlink_to(here)
-        done = run("train.py", *flags(tiny_config(run_name=link.name)), cwd=tmp_path, status=2)
+        done = run("train.py", *flags(tiny_config()), cwd=tmp_path, status=2)
         busy = "another process is writing it; wait for it, or choose another name"
-        assert done.stderr == f"error: {link}: {busy}\n"
+        assert done.stderr == f"error: {here}: {busy}\n"
 
     at_step(monkeypatch, begin_second)
     go(max_steps=1)
@@ -211,15 +209,13 @@ def test_a_run_resumed_in_another_log_dir_ends_exactly_and_its_own_folder_is_onl
     assert again["resumed_after_step"] == 6
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_file_in_place_of_its_checkpoint_names_the_folder(name, go, here):
+def test_a_file_in_place_of_its_checkpoint_names_the_folder(go, here):
     go(max_steps=1)
-    file = newest(here) / name
+    file = newest(here) / PARTS[0]
     said = f"{file}: is only a file of a checkpoint; give its folder, {newest(here)}$"
-    with refused(said):
-        go(load_config(resume=str(file), max_steps=2))
-    with refused(said):
-        load_model(str(file))  # as sample.py, evaluate.py and export.py, and --init_from
+    for use in (load_model, lambda file: go(load_config(resume=file))):
+        with refused(said):
+            use(str(file))
 
 
 def test_checkpoints_that_cannot_be_seen_now_are_not_taken_for_none(linked, go, tmp_path):

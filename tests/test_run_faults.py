@@ -61,13 +61,13 @@ def inject(monkeypatch, module, name, error, when=lambda *args: True):
 
 
 def failing(monkeypatch, at, error):
-    """Fail in the middle of the step `at`, after its backward; returns what ends this."""
+    """Fail in the middle of the step `at`, after its backward."""
 
     def fail(call, _):
         if call == at:
             raise error
 
-    return at_step(monkeypatch, fail)
+    at_step(monkeypatch, fail)
 
 
 def main(config):
@@ -75,10 +75,6 @@ def main(config):
     with pytest.raises(SystemExit) as stopped:
         train_module.main(config)
     return stopped.value.code
-
-
-def has_rows(run, count):
-    return (run / "log.csv").exists() and len(log(run)) == count
 
 
 def to_go_on(folder):
@@ -115,7 +111,8 @@ def test_a_fault_in_or_after_a_step_saves_what_is_whole_and_the_run_goes_on_exac
         if name == "step":
             failing(patched, 4, error)
         else:
-            inject(patched, module, name, error, lambda *_: has_rows(here, 3))
+            logged = (here / "log.csv").exists
+            inject(patched, module, name, error, lambda *_: logged() and len(log(here)) == 3)
         with pytest.raises(type(error), match="failed"):
             go(**options)
     assert read_state(newest(here)).step == 3
@@ -172,9 +169,8 @@ def test_a_save_that_fails_as_well_does_not_hide_the_first_error(tiny_config, mo
 
 def test_the_error_line_says_how_to_resume_quoted_for_the_shell(tiny_config, monkeypatch, capsys):
     config = tiny_config(run_name="it's mine")
-    disarm = failing(monkeypatch, 3, TokenFileError("a bad file"))
+    failing(monkeypatch, 3, TokenFileError("a bad file"))
     main(config)
-    disarm()
     (line,) = capsys.readouterr().err.splitlines()
     folder = str(folder_of(config))
     assert line == f"error: a bad file; {to_go_on(shlex.quote(folder))}"
