@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from run.log import begin_logs, keep_rows
+from run.log import keep_rows, rewrite
 from runtime.console import Console, log
 from runtime.errors import UserError, foreseen
 from runtime.files import aside, sole_writer
@@ -47,7 +47,7 @@ class RunFolder:
                 log.warning(f"the earlier {self.path} is now {moved_to}")
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self.path.mkdir()
-            begin_logs(self.path)
+            rewrite(self.path / "log.csv", {})
             if resumed:
                 keep_rows(resumed, step, self.path)
             self._console.open(self.path / "console.log")

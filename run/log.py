@@ -153,11 +153,6 @@ def describe_duration(seconds: float | None, shorter: str) -> str:
 # ---- the CSV files
 
 
-def begin_logs(run: Path) -> None:
-    """Write an empty log.csv."""
-    rewrite(run / "log.csv", {})
-
-
 def keep_rows(run: Path, step: int, to: Path) -> None:
     """Write the logs of a run to the folder `to`, without the rows of steps after `step`.
 

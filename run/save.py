@@ -27,14 +27,37 @@ def save(run: Run, random_state: dict[str, Any] | None = None) -> None:
     """Save the run's state, but not before the first step, twice, or with `keep_last` 0.
 
     `random_state`: this process's after the step; default: its state now. All ranks have to call
-    this. Afterwards `state.checkpoint` is the folder. Raises TrainingError
-    for weights that are not finite or differ between ranks, OSError if the disk takes no
-    checkpoint.
+    this. Afterwards `state.checkpoint` is the folder. Raises TrainingError as `check_weights`,
+    OSError if the disk takes no checkpoint.
     """
     config, state, world = run.config, run.state, run.world
     is_saved = state.checkpoint and step_of(state.checkpoint) == state.step
     if is_saved or not (state.step and config.keep_last):
         return
+    check_weights(run)
+    saved = SavedState(
+        **state.numbers(),
+        folder=run.path / f"checkpoints/step_{state.step:06d}",
+        tokens=state.step * run.tokens_per_step,
+        tokens_per_step=run.tokens_per_step,
+        corpus=state.corpus,
+        random=world.gather(random_state or take_random_state(world.device)),
+        config=options_to_save(config),
+    )
+    files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
+    world.on_rank0(
+        lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
+    )
+    state.checkpoint = saved.folder
+    log.info(f"saved {saved.folder}")
+
+
+def check_weights(run: Run) -> None:
+    """Raise TrainingError for weights that are not finite or differ between ranks.
+
+    All ranks have to call this.
+    """
+    config, state, world = run.config, run.state, run.world
     # Sums of weights: isfinite of a weight would allocate a mask of its size.
     sums = torch.stack([own_part(p).sum() for p in state.model.parameters()]).tolist()
     if not math.isfinite(world.sum(sum(sums))):
@@ -48,26 +71,16 @@ def save(run: Run, random_state: dict[str, Any] | None = None) -> None:
             f"step {state.step}: {others} and rank 0 have different weights, which are not saved; "
             f"a GPU or the network may be faulty; --resume auto resumes from the last checkpoint"
         )
+
+
+def options_to_save(config: Config) -> dict[str, Any]:
+    """Return the options for a checkpoint, with absolute paths."""
     options = config.model_dump(mode="json")
     for name in Config.names_marked(PATH):
         # `reference` may be the name of a curve here
         if options[name] and (name == "data_dir" or Path(options[name]).is_file()):
             options[name] = str(Path(options[name]).resolve())
-    saved = SavedState(
-        **state.numbers(),
-        folder=run.path / f"checkpoints/step_{state.step:06d}",
-        tokens=state.step * run.tokens_per_step,
-        tokens_per_step=run.tokens_per_step,
-        corpus=state.corpus,
-        random=world.gather(random_state or take_random_state(world.device)),
-        config=options,
-    )
-    files = {file: gather_whole(part, world.rank) for file, part in state.tensors().items()}
-    world.on_rank0(
-        lambda: write_checkpoint(run.path, saved, files, config.keep_last, state.checkpoint)
-    )
-    state.checkpoint = saved.folder
-    log.info(f"saved {saved.folder}")
+    return options
 
 
 def checkpoint_bytes(state: State) -> int:

@@ -310,8 +310,8 @@ def matmul(n: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Ten
 def matmul_tflops(device: torch.device, dtype: str, seconds: float = 0.5) -> float | None:
     """Measure the TFLOP/s of a large square matmul in torch's `dtype`, for about `seconds`.
 
-    MFU is a share of it: of the rate that this device reaches, not of its data sheet's. None if
-    other programs keep the device too busy, or its memory is too full, to measure it.
+    This is the rate that the device reaches, not its data sheet's. None if other programs keep the
+    device too busy, or its memory is too full, to measure it.
     """
     of_size = functools.cache(lambda n: matmul(n, device, getattr(torch, dtype)))
 

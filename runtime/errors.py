@@ -135,20 +135,6 @@ def _end(text: str, status: int, *, lost_rank: bool = False) -> NoReturn:
 # ---- the output of commands
 
 
-def why_it_failed(status: int, stderr: TextIO) -> str:
-    """Return the reason of a command's failure in a line, from its exit status and its stderr."""
-    stderr.seek(0)
-    # torchrun's report ends with a line of `=`
-    lines = [line.strip() for line in stderr if re.search(r"\w", line)]
-    if errors := [line for line in lines if line.startswith("error: ")]:
-        return errors[-1].removeprefix("error: ")
-    if status < 0:
-        of_memory = status == -signal.SIGKILL
-        why = ", as the system does when memory runs out" if of_memory else ""
-        return f"killed by signal {-status}{why}"
-    return (lines or [f"exit status {status}"])[-1]
-
-
 def drop(stream: TextIO) -> None:
     """Discard all further output on a stream."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:

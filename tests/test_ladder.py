@@ -19,6 +19,7 @@ import torch
 import ladder
 from config import Config, load_config
 from measure.interleaved.comparison import Comparison
+from measure.interleaved.process import why_it_failed
 from measure.interleaved.ratio import product
 from measure.ladder import climb as climbing
 from measure.ladder import published, quick, stages
@@ -32,7 +33,6 @@ from measure.report.estimate import Estimate
 from model import GPT, GPTConfig
 from run.log import LOG_COLUMNS
 from runtime.cli import CONFIG_DIR, parse
-from runtime.errors import why_it_failed
 from runtime.files import sole_writer
 from tests.conftest import ALONE, ROOT, TINY, TINY_RUN, cases, ended, refused, run, wait_for
 from tests.test_resume import needs_proc

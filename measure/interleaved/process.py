@@ -4,6 +4,8 @@ import functools
 import multiprocessing
 import os
 import pkgutil
+import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +33,20 @@ def start_process(
         **pipes,
     )
     return process, errors
+
+
+def why_it_failed(status: int, stderr: TextIO) -> str:
+    """Return the reason of a command's failure in a line, from its exit status and its stderr."""
+    stderr.seek(0)
+    # torchrun's report ends with a line of `=`
+    lines = [line.strip() for line in stderr if re.search(r"\w", line)]
+    if errors := [line for line in lines if line.startswith("error: ")]:
+        return errors[-1].removeprefix("error: ")
+    if status < 0:
+        of_memory = status == -signal.SIGKILL
+        why = ", as the system does when memory runs out" if of_memory else ""
+        return f"killed by signal {-status}{why}"
+    return (lines or [f"exit status {status}"])[-1]
 
 
 def in_fresh_process(function: str, *arguments: Any) -> tuple[Any, str]:

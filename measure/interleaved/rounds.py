@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from measure.interleaved.comparison import Comparison, MeasuredSide, Turn
-from measure.interleaved.process import start_process
+from measure.interleaved.process import start_process, why_it_failed
 from measure.interleaved.ratio import FEWEST
-from runtime.errors import TrainingError, why_it_failed
+from runtime.errors import TrainingError
 from runtime.files import write_json
 from runtime.report import ROOT, git_commit, machine
 

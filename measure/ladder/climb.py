@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import Config
 from measure.interleaved.comparison import Comparison
-from measure.interleaved.process import in_fresh_process, start_process
+from measure.interleaved.process import in_fresh_process, start_process, why_it_failed
 from measure.interleaved.rounds import (
     LEFT_OUT,
     ROUNDS_OF_A_PROCESS,
@@ -25,7 +25,6 @@ from measure.ladder.record import Device, Predictions, Record, Run, Summary, set
 from measure.ladder.results import look_up
 from measure.ladder.stages import Stage
 from run.log import describe_duration
-from runtime.errors import why_it_failed
 from runtime.files import sole_writer
 from runtime.report import git_commit, git_diff, machine
 from runtime.start import cores
