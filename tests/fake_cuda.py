@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 GPU = torch.device("cuda", 0)
 GIB = 2**30
@@ -60,9 +61,6 @@ class OnGPU(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, *_):
         return OnGPU(inner["on_cpu"])
-
-    def __repr__(self):
-        return f"OnGPU({self.on_cpu})"
 
     def tolist(self):
         """Read the values, by one copy."""
@@ -117,22 +115,9 @@ class Event:
         return 1e3 * (end._time - self._time)
 
 
-def each_tensor(act, values):
-    """Put what `act` returns in the place of every tensor. PyTorch's own function takes longer."""
-    if isinstance(values, Tensor):
-        return act(values)
-    if isinstance(values, dict):
-        return {name: each_tensor(act, value) for name, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)([each_tensor(act, value) for value in values])
-    return values
-
-
 def tensors_of(*values):
     """Return all tensors in arguments."""
-    found = []
-    each_tensor(found.append, values)
-    return found
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def is_on_gpu(args, kwargs):
@@ -162,7 +147,9 @@ def compute(func, args, kwargs):
     if func not in COPIES and len(on_cpu) < len(tensors) and any(t.dim() for t in on_cpu):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
     known = {id(tensor.on_cpu): tensor for tensor in tensors if isinstance(tensor, OnGPU)}
-    args, kwargs = each_tensor(lambda tensor: getattr(tensor, "on_cpu", tensor), (args, kwargs))
+    args, kwargs = tree_map_only(
+        Tensor, lambda tensor: getattr(tensor, "on_cpu", tensor), (args, kwargs)
+    )
     if kwargs.get("device") is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
     result = func(*args, **kwargs)
@@ -171,20 +158,14 @@ def compute(func, args, kwargs):
     # an operation in place returns its own argument
     for tensor in tensors_of(result):
         known.setdefault(id(tensor), OnGPU(tensor))
-    return each_tensor(lambda tensor: known[id(tensor)], result)
+    return tree_map_only(Tensor, lambda tensor: known[id(tensor)], result)
 
 
-def attention(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    is_causal=False,
-    fused=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-):
+def attention(q, k, v, dropout_p=0.0, is_causal=False):
     """Compute scaled_dot_product_attention by one fused operator, which autocast casts for."""
     if q.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(q, k, v, dropout_p, is_causal)[0]
 
 

@@ -143,14 +143,11 @@ def test_a_step_that_ranks_cannot_share_says_what_works(ranks, batch_size, said,
 
 
 def test_another_run_name_than_the_resumed_runs_says_what_to_do(go, here):
-    go()
+    go(max_steps=1)
     for resume in map(str, (here, newest(here))):
         with refused(f"--run_name: run_name other does not match resume {resume}; leave "):
             load_config(resume=resume, run_name="other")
         load_config(resume=resume, run_name="train")
-    aside = here.rename(here.with_name("train.1"))  # its config.yaml has the old name
-    config = load_config(str(aside / "config.yaml"), resume=str(aside), max_steps=8)
-    assert go(config)["steps"] == 8
 
 
 # ---- logs
