@@ -275,8 +275,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
                 options = config.model_dump(mode="json")
                 runlog.open_trackers(run.state.step, options, live_figures(run))
             evaluation.resume(repeat=run.state.step if is_stale else None)
-            for step, loss in runlog.losses().items():  # of earlier calls, which told the lines
-                run.expected.add(step, loss)
+            for step, loss in runlog.losses().items():
+                run.expected.add(step, loss)  # earlier calls have logged the lines
             stop.end_early(world.any(stop.received is not None))
             take_steps(run, runlog, evaluation, stop)
             return finish(run, summarize(run, runlog) | evaluation.latest(), began)

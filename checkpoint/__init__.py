@@ -1,4 +1,4 @@
-"""What is on disk: checkpoints of runs, and weights of Hugging Face and nanoGPT.
+"""Files of models: checkpoints of runs, and weights of Hugging Face and nanoGPT.
 
 A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever unpickled:
 

@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint has beside tensors."""
+"""checkpoint.json: everything in a checkpoint except tensors."""
 
 import re
 from pathlib import Path

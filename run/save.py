@@ -1,4 +1,4 @@
-"""Save a run when it asks for it, and its best state; say how to resume after a fault."""
+"""Save a run and its best state, and advise how to resume after a fault."""
 
 import contextlib
 import math

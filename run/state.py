@@ -147,12 +147,12 @@ class State:
 
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-Figures = dict[str, Any]  # of a step, by name
+Figures = dict[str, Any]  # a step's figures; the key is the name
 
 
 @dataclass
 class Run:
-    """Everything that a run's steps, and what is between them, need."""
+    """Everything that training, saving and evaluating a run need."""
 
     config: Config
     world: World

@@ -35,7 +35,7 @@ class StepRow(NamedTuple):
     """A step whose figures are read."""
 
     step: int  # from 1
-    figures: dict[str, float]  # by name, as in the log
+    figures: dict[str, float]  # the key is the name in the log
     loss_scale: float  # fp16's, after the update
     asked: bool  # a rank was asked to stop
 
@@ -48,7 +48,7 @@ def pending_step(step: int, figures: Figures, start: Any) -> PendingStep:
 
 
 def read_step(pending: PendingStep, tokens: int) -> StepRow:
-    """Wait until the step, of so many tokens, is complete; returns its figures."""
+    """Wait until the step is complete; returns its figures. `tokens`: the step's, of all ranks."""
     dt_ms = seconds_between(pending.start, pending.end) * 1e3
     values = iter(pending.values.tolist())
     figures = {
@@ -99,7 +99,7 @@ def slowness(seconds: float, before: Sequence[float]) -> list[str]:
 def finish_step(pending: PendingStep, run: Run, runlog: RunLog) -> bool:
     """Read a step, judge it and log it if it is due; returns whether a rank was asked to stop.
 
-    Raises TrainingError if training cannot go on.
+    Raises TrainingError if training cannot continue.
     """
     row = read_step(pending, run.tokens_per_step)
     notes = judge(row, run)

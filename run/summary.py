@@ -105,7 +105,7 @@ def summarize(run: Run, runlog: RunLog) -> dict[str, Any]:
 
 
 def finish(run: Run, summary: dict[str, Any], began: datetime.datetime) -> dict[str, Any]:
-    """Write summary.json with the time of the run, and tell the main figures and the next commands.
+    """Write summary.json with the time of the run, and log the main figures and the next commands.
 
     Returns the whole summary.
     """
@@ -155,7 +155,7 @@ def announce_long_run(run: Run) -> None:
     """Tell the expected duration of a run on a CPU that takes minutes or more."""
     config, world = run.config, run.world
     steps = 0 if config.max_minutes else config.max_steps - run.state.step
-    tokens = steps * run.tokens_per_step / world.world_size  # of one rank
+    tokens = steps * run.tokens_per_step / world.world_size  # one rank's share
     flops = tokens * run.state.model.flops_per_token(config.seq_len)
     if world.device.type == "cuda" or flops < 3e13:
         return

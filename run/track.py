@@ -1,8 +1,8 @@
 """Log a run's figures to TensorBoard and to Weights & Biases (W&B).
 
 Their packages are optional (requirements-track.txt) and imported only by a run that asks for them.
-log.csv, eval.csv and metrics.csv have the figures of all steps; a tracker has those that this
-process takes while it is on, and also MFU and memory.
+log.csv, eval.csv and metrics.csv have the figures of all steps; a tracker has the steps of
+this process alone, and also MFU and memory.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Trackers:
         if self._writer:
             for name, value in tagged.items():
                 self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # so that a kill loses nothing
+            self._writer.flush()  # a kill then loses nothing
         if self._wandb_run:
             self._wandb_run.log(tagged, step=step)
 

@@ -160,7 +160,7 @@ def load(
                 given[name] = None
     named = {name for name, value in given.items() if value is not None}
     if "run_name" in options.model_fields and "run_name" not in named:
-        given["run_name"] = Path(config).stem if config else "train"  # as its help says
+        given["run_name"] = Path(config).stem if config else "train"  # run_name's help promises it
     try:
         loaded = options.model_validate(given)
     except ValidationError as error:
@@ -172,7 +172,7 @@ def load(
 
 
 def _merge(values: Mapping[str, Any], config: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge `values` over a config file, if any; return the result and the origin of each value."""
+    """Merge `values` over a config file; return the result and the origin of each value."""
     of_values = {name: f"--{name}" for name in values}
     if config is None:
         return {**values}, of_values

@@ -1,4 +1,4 @@
-"""What a command tells its user, through one logger of the standard library's `logging`.
+"""Lines and notes of a command for its user, through one logger of Python's `logging`.
 
 `log.info(text)` is a line, `log.warning(text)` a note, which begins with `note: `, and
 `log.error(text)` an error for the file alone: the command prints it on stderr as it ends.
@@ -27,7 +27,7 @@ PREFIXES = {logging.WARNING: "note: ", logging.ERROR: "error: "}
 class Console(logging.Handler):
     """Context in which rank 0 prints all lines, and keeps them for a file that is opened later.
 
-    The command goes on if stdout is closed or full. A file that cannot be written raises OSError.
+    The command continues if stdout is closed or full. A file that cannot be written raises OSError.
     """
 
     def __init__(self, rank: int = 0, *, on_stderr: bool = False):
