@@ -35,7 +35,6 @@ from inference.sampling import Text, grow, seeded
 from measure.interleaved import rounds
 from measure.preflight import estimate
 from model import GPT, GPTConfig
-from runtime.device import NOTED_SLOWDOWN, slowdown
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.start import cores
@@ -113,12 +112,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip("needs a CUDA GPU"))
-
-
-@functools.cache
-def fast_precision():
-    """Options that switch bfloat16 off where it is slow, for tests of something else."""
-    return {} if slowdown(CPU) <= NOTED_SLOWDOWN else {"bf16": False}
 
 
 @pytest.fixture(autouse=True)
@@ -413,9 +406,9 @@ def start(*command, cwd, before=None, **env):
 
 
 def finish(process, timeout=240, status=0):
-    """Wait for the end of a process, which has to have this status; None: any."""
+    """Wait for the end of a process, which has to have this status."""
     out, err = process.communicate(timeout=timeout)
-    assert status in (process.returncode, None), out + err
+    assert process.returncode == status, out + err
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -438,13 +431,11 @@ def run_from_nothing(*command, cwd, status=0, **env):
     return done
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-
-
 def torchrun(*command, cwd, status=0):
     """A script on two ranks, by torchrun."""
-    ranks = (*TORCHRUN, "--nproc_per_node=2", *command)
-    return run(*ranks, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
+    ranks = ["--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    words = ("-m", "torch.distributed.run", *ranks, *command)
+    return run(*words, cwd=cwd, before=forks, status=status, OMP_NUM_THREADS="1")
 
 
 def start_ranks(ranks, *command, cwd):

@@ -127,7 +127,7 @@ import os, runpy, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 import runtime.signals
-from checkpoint.state import State
+from run.state import State
 
 os.getppid = lambda: int(os.environ["AGENT"])  # it is forked, and no child of torchrun
 stops = []
@@ -219,25 +219,20 @@ class Run:
 
     def console(self):
         """Return the run's console.log; an earlier run of its name has been moved aside."""
-        path = self.place / "logs/run/console.log"
-        return path.read_text() if path.exists() else ""
+        return "".join(path.read_text() for path in self.place.glob("logs/run/console.log"))
 
     def worlds(self):
         """Return the number of ranks of each attempt."""
         return [int(n) for n in re.findall(r"^device: .*ranks: (\d+)", self.console(), re.M)]
 
-    def until(self, step, attempts=1, world=2):
-        """Let the run continue until this step is logged by `world` ranks, after `attempts` starts
-        or more. An agent that starts early may log the step before the other joins.
+    def until(self, step, world=2):
+        """Let the run continue until this step is logged by `world` ranks. An agent that starts
+        early may log the step before the other joins.
         """
         self.let_through(step)
         logged = f"step {step:2d}/{STEPS} | loss"
         wait_for(
-            lambda: (
-                logged in self.console()
-                and len(self.worlds()) >= attempts
-                and self.worlds()[-1] == world
-            ),
+            lambda: logged in self.console() and self.worlds()[-1] == world,
             self.agents["a"],
             PATIENCE,
         )
@@ -252,7 +247,7 @@ def is_preempted(run):
     run.let_through(6)
     run.agents.pop("b").communicate(timeout=PATIENCE)
     run.start("b")
-    run.until(9, attempts=2)
+    run.until(9)
 
 
 def leaves_and_comes_back(run):

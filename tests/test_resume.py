@@ -63,11 +63,10 @@ def checkpoints(run):
 # ---- exact
 
 
-LARGE = {"n_layer": 1, "n_embd": 128, "block_size": 128, "seq_len": 128, "batch_size": 2}
 WAYS = {
     "dropout and accumulation": {"dropout": 0.2, "batch_size": 2, "total_batch_tokens": 256},
     "muon": {"optimizer": "muon"} | MODERN | {"embed_lr": 0.01, "scalar_lr": 0.02, "dropout": 0.1},
-    "several threads": LARGE,
+    "several threads": {"n_embd": 128, "block_size": 128, "seq_len": 128, "batch_size": 2},
     "compile, evaluating": COMPILED | {"eval_every": 2, "val_fraction": 0.3},
     "compile, dropout": COMPILED | {"dropout": 0.1},
 }
