@@ -4,6 +4,7 @@ the middle of a run; checkpoints that went bad.
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -158,8 +159,9 @@ def test_a_checkpoint_from_before_the_first_update_can_be_resumed(go, monkeypatc
     options = {"skip_nonfinite": 1, "fused_adamw": fused}
     at_step(monkeypatch, poisoned_at(1))
     for resume in (None, "auto"):
-        with refused("the update of the last step, 1, was skipped"):
+        with refused("the update of the last step, 1, was skipped") as ended:
             go(**options, max_steps=1, resume=resume)
+        assert ended.value.status == 1
     summary = go(**options, resume="auto")
     assert (summary["resumed_after_step"], summary["skipped_steps"], summary["steps"]) == (1, 1, 6)
 
@@ -472,3 +474,18 @@ def test_a_forged_state_is_one_line_that_names_the_file(forged, saved):
     reseal(saved)
     with refused(rf"^{file}: .*(damaged|not valid): .*$"):
         resume(saved, fp16="scaler" in forged)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+@pytest.mark.parametrize("name", PARTS[:3])
+@pytest.mark.usefixtures("in_tmp_path")
+def test_nothing_in_a_checkpoint_is_executed(name, saved, tmp_path):
+    (saved / name).write_bytes(pickle.dumps(Bomb()))
+    reseal(saved)
+    with refused("damaged"):
+        resume(saved)
+    assert not (tmp_path / "exploded").exists()
