@@ -6,6 +6,7 @@ from pathlib import Path
 from data import pydocs, shakespeare
 from data.token_file import TokenFileError
 from runtime.cli import did_you_mean
+from runtime.console import log
 from runtime.files import lock_file, sole_writer
 
 WRITERS = {"pydocs": pydocs.prepare, "shakespeare": shakespeare.prepare}  # of small corpora
@@ -20,9 +21,9 @@ def prepare_if_missing(folder: Path) -> None:
     waiting = f"another process is writing {folder}: waiting for it"
     write = WRITERS.get(folder.name)
     if not is_there(folder) and (write or lock_file(folder).exists()):
-        with sole_writer(folder, on_wait=lambda: print(waiting, flush=True)):
+        with sole_writer(folder, on_wait=lambda: log.info(waiting)):
             if write and not is_there(folder):
-                print(f"preparing {folder}", flush=True)
+                log.info(f"preparing {folder}")
                 write(folder)
     if is_there(folder):
         return

@@ -35,6 +35,7 @@ class RunFolder:
         created, the earlier one stays as it was.
         """
         self._lock.enter_context(sole_writer(self.path))
+        moved_to = None
         with contextlib.ExitStack() as undo:
             if self.path.exists():
                 if any(self.path.glob("*")) and not (self.path / "log.csv").exists():
@@ -44,13 +45,14 @@ class RunFolder:
                 moved_to = aside(self.path)
                 self.path.rename(moved_to)
                 undo.callback(moved_to.rename, self.path)
-                log.warning(f"the earlier {self.path} is now {moved_to}")
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self.path.mkdir()
             rewrite(self.path / "log.csv", {})
             if resumed:
                 keep_rows(resumed, step, self.path)
             self._console.open(self.path / "console.log")
+            if moved_to:
+                log.warning(f"the earlier {self.path} is now {moved_to}")
             self._undo = undo.pop_all()
 
     def resume(self, step: int) -> None:

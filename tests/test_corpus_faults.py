@@ -35,8 +35,9 @@ WAITING = "another process is writing data/mine: waiting for it"
 PREPARE = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from data.prepare import prepare_if_missing
+from runtime.console import Console
 from runtime.errors import reported
-with reported("data"):
+with reported("data"), Console():
     prepare_if_missing(Path(sys.argv[1]))
 """
 

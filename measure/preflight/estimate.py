@@ -19,6 +19,7 @@ from run.expected import ExpectedLosses
 from run.log import UNKNOWN
 from run.save import checkpoint_bytes
 from run.state import State
+from runtime.console import Console
 from runtime.device import device_name, matmul_tflops
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -107,7 +108,8 @@ def describe_corpus(config: Config, tokens: int, n_vocab: int) -> str:
     """
     folder = Path(config.data_dir) / config.dataset
     try:
-        prepare_if_missing(folder)
+        with Console():
+            prepare_if_missing(folder)
     except UserError as missing:
         return f"corpus:  {missing}"
     split, val = open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
