@@ -90,11 +90,10 @@ def announce(
     """Print how long it takes to train stages, and to interleave stages with their bases."""
     seconds = None
     if device.tflops:
-        of_runs = [stage.config for stage in trained]
-        of_sides = 2 * [stage.config for stage in compared]
+        of_runs, of_sides = ([stage.config for stage in each] for each in (trained, compared))
         processes = math.ceil(rounds / ROUNDS_OF_A_PROCESS)
         # the two sides of a comparison start beside each other
-        started = [*of_runs, *processes * [stage.config for stage in compared]]
+        started = [*of_runs, *processes * of_sides]
         seconds = sum(START + COMPILE * config.compile for config in started)
         # runs with the same sizes of matmuls share a search
         searches = {
@@ -106,7 +105,7 @@ def announce(
         for config in of_runs:
             of_steps = config.max_steps * device.step_seconds(config)
             seconds += 60 * config.max_minutes if config.max_minutes else of_steps
-        for step in map(device.step_seconds, of_sides):
+        for step in map(device.step_seconds, 2 * of_sides):
             seconds += (processes * LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, SHORTER), flush=True)
 

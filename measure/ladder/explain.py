@@ -33,7 +33,7 @@ def card_of(name: str, file: Path, base: Path) -> Card:
         for path in (below[: below.index(base)] if base in below else [])
         if path.stem in CHANGE_SPEED or path.parent != CONFIG_DIR
     ]
-    files = [file] if file != base else []  # the YAMLs of the change
+    files = [file]  # the YAMLs of the change
     if file == base and name != file.stem:
         title, why = "The same again", ["At most its seed differs: its factor is noise (A/A)."]
     elif len(skipped) == 1:  # two changes at once: the title names both
@@ -43,7 +43,6 @@ def card_of(name: str, file: Path, base: Path) -> Card:
         why = [*why_before, *why]
     elif skipped:
         title += ", and all before it"
-    files = files or [file]
     # the options alone, without the base and the comment above them
     texts = [path.read_text(encoding="utf-8") for path in files]
     yaml = "".join(re.sub(r"(?m)^(#.*|base:.*)?\n", "", text) for text in texts)
@@ -87,14 +86,13 @@ def file_with_effect(stage: Stage) -> Path:
 def what_ran(stage: Stage) -> list[str]:
     """Return the sizes of a stage's model and run."""
     config = stage.config
-    steps = f"{config.max_steps:,} steps"
     return [
         f"{config.n_layer} layers",
         f"width {config.n_embd}",
         f"context {config.seq_len}",
         f"batch {config.batch_size}",
         f"{stage.tokens_per_step:,} tokens a step",
-        f"{config.max_minutes:g} minutes" if config.max_minutes else steps,
+        f"{config.max_minutes:g} minutes" if config.max_minutes else f"{config.max_steps:,} steps",
         f"corpus {config.dataset}",
     ]
 

@@ -125,10 +125,14 @@ def compare(stages: Sequence[Learned]) -> dict[str, dict[str, Any]]:
         {stage.name: lower_by(stage.base, stage.losses) for stage in stages if stage.base},
         unpaired,
     )
-    logs = {s.name: share_of_tokens(s.losses, s.goal) for s in stages if s.goal}
+    logs = {
+        stage.name: shares
+        for stage in stages
+        if stage.goal and (shares := share_of_tokens(stage.losses, stage.goal))
+    }
     tokens = {
         name: Estimate(*(math.exp(end) for end in dataclasses.astuple(mean) if end is not None))
-        for name, mean in pooled({n: of for n, of in logs.items() if of}, unpaired).items()
+        for name, mean in pooled(logs, unpaired).items()
     }
     found = {}
     for stage in stages:
