@@ -23,10 +23,9 @@ from measure.interleaved.process import why_it_failed
 from measure.interleaved.ratio import product
 from measure.ladder import climb as climbing
 from measure.ladder import published, quick, stages
-from measure.ladder import record as records
 from measure.ladder import report as ladder_report
 from measure.ladder.explain import card_of, card_of_stage
-from measure.ladder.record import Device, Record, Run, Summary
+from measure.ladder.record import Device, Record, Run, Summary, settings
 from measure.ladder.results import look_up
 from measure.report import tables
 from measure.report.estimate import Estimate
@@ -105,7 +104,7 @@ def fake_comparison(record, stage, factor, **about):
     sides = [
         {"name": "any", "tokens_per_sec": [rate] * 6, "turns": turns} for rate in (1.0, factor)
     ]
-    configs = [records.settings(side.config) for side in (stage.base, stage)]
+    configs = [settings(side.config) for side in (stage.base, stage)]
     about = {"machine": "any", "device": "any", "left_out": 3, "settings": configs} | about
     record.comparisons[stage.key] = Comparison(**about, sides=sides)
     record.save()
@@ -846,34 +845,27 @@ def test_a_card_has_the_title_of_what_ran(configs, options, title):
     assert card_of_stage(stage).title == title
 
 
-def rates_of(fp32, bf16=None, fp16=None):
-    return {"float32": fp32, "bfloat16": bf16 or 2 * fp32, "float16": fp16 or bf16 or 2 * fp32}
-
-
 @pytest.mark.parametrize(
-    ("device", "width", "layers", "batches"),
+    ("gpus", "memory_mb", "fp32", "bf16", "width", "layers", "batches"),
     [
         # otherwise launches would take all the time of a GPU's step
-        ({"gpus": 1, "memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 768, 12, 16),  # H100
-        ({"gpus": 1, "memory_mb": 24_000, "tflops": rates_of(50.0, 100.0)}, 768, 12, 5),
-        (
-            {"gpus": 1, "memory_mb": 15_000, "tflops": rates_of(4.5, 0.5, 25.0), "bf16": False},
-            768,
-            12,
-            2,
-        ),
-        ({"gpus": 1, "memory_mb": 8_000, "tflops": rates_of(10.0)}, 768, 4, 2),
-        ({"memory_mb": 80_000, "tflops": rates_of(50.0, 600.0)}, 768, 4, 2),
-        ({}, 128, 2, 2),
-        ({"tflops": rates_of(0.02)}, 128, 2, 2),
-        ({"tflops": rates_of(0.2, 0.02)}, 128, 2, 2),
-        ({"tflops": rates_of(0.2)}, 256, 4, 2),
+        (1, 80_000, 50.0, 600.0, 768, 12, 16),  # H100
+        (1, 24_000, 50.0, 100.0, 768, 12, 5),
+        (1, 15_000, 4.5, None, 768, 12, 2),  # fp16 instead
+        (1, 8_000, 10.0, 20.0, 768, 4, 2),
+        (0, 80_000, 50.0, 600.0, 768, 4, 2),
+        (0, None, 0.02, 0.04, 128, 2, 2),
+        (0, None, 0.2, 0.02, 128, 2, 2),
+        (0, None, 0.2, 0.4, 256, 4, 2),
     ],
 )
 def test_the_quick_ladders_model_is_the_largest_that_suits_the_machine(
-    device, width, layers, batches
+    gpus, memory_mb, fp32, bf16, width, layers, batches
 ):
-    size = quick.size_for(Device(**device))
+    rates = {"float32": fp32, "bfloat16": bf16 or 0.5, "float16": bf16 or 25.0}
+    device = Device(gpus=gpus, memory_mb=memory_mb, tflops=rates, bf16=bool(bf16))
+    assert quick.size_for(device.model_copy(update={"tflops": {}})) == quick.SIZES[0]
+    size = quick.size_for(device)
     assert (size.n_embd, size.n_layer, size.batches) == (width, layers, batches)
     again = ladder.planned(options_of("speedup", "--quick")[0], size, [], Device())
     assert again[0].config.n_embd == width, "it stays once it is begun"

@@ -98,15 +98,12 @@ def test_micro_steps_and_chunks_of_the_loss_cost_what_one_batch_does():
     assert chunks.arithmetic == pytest.approx(whole.arithmetic, rel=1e-3)
 
 
-def test_bf16_is_as_fast_as_its_own_matmuls_and_compiled_models_launch_less():
-    slow = rates(tflops={"float32": 1e-3, "bfloat16": 2e-3})
-    plain, bf16 = (predict(config_of(bf16=bf16), slow, CPU) for bf16 in (False, True))
-    assert bf16.arithmetic == pytest.approx(plain.arithmetic / 2, rel=0.01)
-    launches = [
-        predict(config_of(compile=compiled), rates(launch_us=1.0), CPU).launches
-        for compiled in (False, True)
-    ]
-    assert launches[1] < 0.9 * launches[0]
+def test_compiled_models_launch_less():
+    plain, compiled = (
+        predict(config_of(compile=compiles), rates(launch_us=1.0), CPU).launches
+        for compiles in (False, True)
+    )
+    assert compiled < 0.9 * plain
 
 
 @pytest.mark.parametrize(
@@ -158,7 +155,7 @@ def test_a_ladder_that_is_resumed_predicts_with_the_rates_of_its_beginning(capsy
         assert capsys.readouterr().out == "predicted: bf16 2.00 times as fast as plain\n"
     record = Record.load(record.folder)
     ours, theirs = (look_up(record, stage).prediction for stage in (bf16, plain))
-    assert ours.over(theirs) == pytest.approx(2, rel=0.01)
+    assert ours.over(theirs) == pytest.approx(2, rel=0.01)  # its own matmuls' rate
     assert not look_up(record, plan("plain.yaml", options=["--lr=1"])[0]).prediction
     assert not look_up(record, replace(plain, ranks=2)).prediction
     predict_stages(record, [plain, replace(bf16, ranks=2)], rates(name="another GPU"))
