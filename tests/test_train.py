@@ -283,7 +283,7 @@ def test_a_run_lists_its_optimizations_and_of_the_others_only_the_ladders_ten():
         "--decay_matrices_only --grad_clip 1 --compile --compile_mode max-autotune --flash "
         "--fused_adamw --loss_chunks 8"
     )
-    assert parse(Config, words.split()).describe_optimizations(2).removesuffix("; off: ") == (
+    assert parse(Config, words.split()).describe_optimizations(2).removesuffix("; off: none") == (
         "optimizations on: padded vocabulary 50304, warmup_steps 10, lr_schedule cosine, "
         "decay_matrices_only, grad_clip 1.0, tf32, bf16, compile, compile_mode max-autotune, "
         "flash, fused_adamw, loss_chunks 8, several ranks"
