@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.token_file import write_corpus
-from data.tokenizer import END_OF_TEXT, get_encoding
+from data.vocabulary import GPT2
 from runtime.cli import Name, Options
 from runtime.errors import reported
 from runtime.start import start
@@ -62,8 +62,8 @@ def prepare(folder: Path) -> int:
                 seen.update(new)
                 texts[hashlib.sha256(f"{package}/{name}".encode()).digest()] = "\n\n".join(new)
     documents = [text for _, text in sorted(texts.items()) if text]
-    encoded = get_encoding().encode_ordinary_batch(documents)
-    return write_corpus(folder, ([END_OF_TEXT, *document] for document in encoded))
+    encoded = GPT2.encoding.encode_ordinary_batch(documents)
+    return write_corpus(folder, ([GPT2.end_of_text, *document] for document in encoded))
 
 
 def paragraphs(path: Path) -> Iterator[str]:

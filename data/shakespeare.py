@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data.download import read_known_file
 from data.token_file import write_corpus
-from data.tokenizer import encode
+from data.vocabulary import GPT2
 from runtime.cli import Name, Options
 from runtime.errors import reported
 from runtime.start import start
@@ -45,7 +45,7 @@ def prepare(folder: Path, source: str | Path | None = None) -> int:
     Raises UserError if the text cannot be read or is another text, or without GPT-2's vocabulary.
     """
     text = read_known_file(NAME, str(source or URL), SHA256, HINT)
-    return write_corpus(folder, [encode(text.decode())])
+    return write_corpus(folder, [GPT2.encode(text.decode())])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from data.token_file import HEADER_BYTES, MAGIC, TokenFileError, count_tokens
-from data.tokenizer import END_OF_TEXT, chunks
+from data.tokenizer import chunks
+from data.vocabulary import GPT2
 from runtime.errors import UserError, in_a_line
 
 # The kind of a file by the ending of its name; all other files are text.
@@ -29,7 +30,6 @@ KIND = re.compile(
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 ROWS = 128  # rows of a parquet file in memory at once
 TOKENS = 2**18  # tokens of a token file in memory at once
-BEGIN = np.array([END_OF_TEXT], "<u2")
 
 
 # ---- the files
@@ -122,42 +122,50 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_pieces(
-    path: Path, column: str, separator: str | None
+    path: Path, column: str, separator: str | None, end_of_text: int
 ) -> Iterator[str | np.ndarray | TokenFileError]:
-    """Read the documents of a file as texts, one or more for each document after an array with an
-    <|endoftext|>; the tokens of a token file as uint16 arrays.
+    """Read the documents of a file as texts, one or more for each document after an array with
+    `end_of_text`; the tokens of a token file as uint16 arrays.
 
     `column`: the key of JSON lines, or the column of a parquet or CSV file, with the text; a record
     without a text is yielded as an error. `separator`: the text between the documents of a text
     file, with the line ends around it; without it, the file is one document. Raises TokenFileError
     for a file that cannot be read.
     """
-    kind = kind_of(path)
     with reading(path):
-        if kind == "tokens":
+        if kind_of(path) == "tokens":
             yield from _read_tokens(path)
-        elif kind == "text" and separator:
-            for document in _split(_read_text(path), separator.replace("\r\n", "\n")):
-                if document.strip():
-                    yield from _document([document.strip("\n")])
-        elif kind == "text":
-            yield from _document(_read_text(path))
-        else:
-            read = {"line": _read_lines, "row": _read_rows, "record": _read_csv}[kind]
-            for number, record in enumerate(read(path, column), 1):
-                text = record.get(column) if isinstance(record, dict) else None
-                if isinstance(text, str):
-                    yield from _document([text])
-                elif record != "":
-                    yield TokenFileError(
-                        f"{path}: {kind} {number}: {_describe(record, column)}; correct it, or "
-                        "leave out up to N such records with --skip_bad N"
-                    )
+            return
+        for document in _documents(path, column, separator):
+            if isinstance(document, TokenFileError):
+                yield document
+            else:
+                yield np.array([end_of_text], "<u2")
+                yield from chunks(document)
 
 
-def _document(texts: Iterable[str]) -> Iterator[str | np.ndarray]:
-    yield BEGIN
-    yield from chunks(texts)
+def _documents(
+    path: Path, column: str, separator: str | None
+) -> Iterator[Iterable[str] | TokenFileError]:
+    """Yield the parts of each document's text."""
+    kind = kind_of(path)
+    if kind == "text" and separator:
+        for document in _split(_read_text(path), separator.replace("\r\n", "\n")):
+            if document.strip():
+                yield [document.strip("\n")]
+    elif kind == "text":
+        yield _read_text(path)
+    else:
+        read = {"line": _read_lines, "row": _read_rows, "record": _read_csv}[kind]
+        for number, record in enumerate(read(path, column), 1):
+            text = record.get(column) if isinstance(record, dict) else None
+            if isinstance(text, str):
+                yield [text]
+            elif record != "":
+                yield TokenFileError(
+                    f"{path}: {kind} {number}: {_describe(record, column)}; correct it, or leave "
+                    "out up to N such records with --skip_bad N"
+                )
 
 
 def _describe(record: Any, column: str) -> str:
@@ -265,11 +273,11 @@ def _read_tokens(path: Path) -> Iterator[np.ndarray]:
         tokens = np.memmap(path, "<u2", "r", HEADER_BYTES if has_header else 0)
     for start in range(0, len(tokens), TOKENS):
         part = tokens[start : start + TOKENS]
-        bad = (part < 0) | (part > END_OF_TEXT)
+        bad = (part < 0) | (part >= GPT2.size)
         if bad.any():
             i = int(bad.argmax())
             raise TokenFileError(
                 f"{path}: token {start + i:,} has the id {part[i]}, beyond GPT-2's vocabulary of "
-                f"{END_OF_TEXT + 1:,}"
+                f"{GPT2.size:,}"
             )
         yield part.astype("<u2")

@@ -17,12 +17,14 @@ import sys
 if __name__ == "__main__":
     sys.path[0] += "/.."  # import from the repository, not from data/
 
+import functools
 import itertools
 import os
 import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from data.manifest import MANIFEST, SOURCES, Manifest, Shard, Source, read_sourc
 from data.sources import find_sources, kind_of, read_pieces, reading
 from data.token_file import (
     HEADER_BYTES,
+    MAX_VOCAB,
     SHARD_TOKENS,
     TOKEN_BYTES,
     TokenFileError,
@@ -41,7 +44,9 @@ from data.token_file import (
     new_corpus,
     split_of,
 )
-from data.tokenizer import END_OF_TEXT, SEPARATOR, encode
+from data.tokenizer import SEPARATOR
+from data.vocabulary import FILE as VOCABULARY
+from data.vocabulary import GPT2, Vocabulary
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import flush_to_disk, sha256, unfinished_folder, write_atomic, writing
@@ -81,6 +86,10 @@ class WritingOptions(Options):
     """most tokens in one token file"""
     skip_bad: ZeroIsOff = 0
     """leave out up to N lines or rows without text"""
+    vocab_size: int | None = Field(None, ge=257, le=MAX_VOCAB)
+    """learn a vocabulary of N tokens from the text (default: GPT-2's)"""
+    characters: bool = False
+    """make the tokens of that vocabulary single characters"""
     workers: Positive | None = None
     """threads that tokenize (default: one per core)"""
     data_dir: Name = "data"
@@ -100,6 +109,41 @@ class TextOptions(WritingOptions, ReadingOptions):
     """All options of this command."""
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus to write."""
+
+    folder: Path
+    paths: Sequence[Path]  # its sources
+    options: WritingOptions
+    vocabulary: Vocabulary
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder until the corpus is finished."""
+        return unfinished_folder(self.folder)
+
+    def token_file(self, split: str, number: int) -> Path:
+        """Return a token file of the unfinished corpus."""
+        return self.unfinished / f"{self.folder.name}_{split}_{number:06d}.bin"
+
+    def read(self, path: Path) -> Iterator[str | np.ndarray | TokenFileError]:
+        """Read the pieces of a source."""
+        options = self.options
+        end_of_text = self.vocabulary.end_of_text
+        return read_pieces(path, options.text_column, options.separator, end_of_text)
+
+    def origin(self, path: Path) -> dict[str, Any]:
+        """Return the fields of Source that determine a source's tokens and token files."""
+        with reading(path):
+            digest = sha256(path)
+        names = {"text_column", "separator", "val_every", "shard_tokens"}
+        options = self.options.model_dump(include=names)
+        if self.vocabulary != GPT2:
+            options["vocabulary"] = self.vocabulary.identity
+        return {"file": str(path), "sha256": digest, "options": options}
+
+
 def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None:
     """Write the documents of files and folders as a new corpus; print a summary.
 
@@ -109,12 +153,15 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None
     that cannot be read, OSError for files that cannot be written.
     """
     paths = find_sources(map(Path, named))
+    corpus = Corpus(folder, paths, options, GPT2)
+    if options.vocab_size or options.characters:
+        corpus = replace(corpus, vocabulary=_learn(corpus))
     finished = read_sources(folder)
-    done = _unchanged(finished, paths, options)
+    done = _unchanged(corpus, finished)
     if len(done) == len(paths) == len(finished):
         print(f"note: {folder} is there already, from the same files", file=sys.stderr)
     else:
-        done = _make(folder, paths, options)
+        done = _make(corpus)
     last, size = done[-1], ""
     if options.separator and last.documents <= len(paths):
         print(f"note: {_undivided(options.separator)}", file=sys.stderr)
@@ -138,70 +185,94 @@ def _undivided(separator: str) -> str:
     return f"--separator {separator!r} divides no text file: each is one document{advice}"
 
 
+# ---- the vocabulary
+
+
+def _learn(corpus: Corpus) -> Vocabulary:
+    """Learn a vocabulary from the documents to train on. Raises TokenFileError for a token file."""
+    from data.learn import learn
+
+    size = corpus.options.vocab_size
+    for path in corpus.paths:
+        if kind_of(path) == "tokens":
+            raise TokenFileError(
+                f"{path}: has GPT-2's tokens, and a vocabulary is learned from text; give its text, "
+                "or leave out --vocab_size and --characters"
+            )
+    vocabulary = learn(_training_texts(corpus), size, corpus.options.characters)
+    if size and vocabulary.size < size:
+        print(f"note: the text yields {vocabulary.size:,} tokens, not {size:,}", file=sys.stderr)
+    return vocabulary
+
+
+def _training_texts(corpus: Corpus) -> Iterator[str]:
+    """Yield the pieces of all documents but those for validation."""
+    documents, val_every = 0, corpus.options.val_every
+    for path in corpus.paths:
+        for piece in corpus.read(path):
+            if isinstance(piece, np.ndarray):  # the begin of a document
+                documents += 1
+            elif isinstance(piece, str) and (not val_every or documents % val_every):
+                yield piece
+
+
 # ---- writing
 
 
-def _origin(path: Path, options: WritingOptions) -> dict[str, Any]:
-    """Return the fields of Source that determine a source's tokens and token files."""
-    with reading(path):
-        digest = sha256(path)
-    names = {"text_column", "separator", "val_every", "shard_tokens"}
-    return {"file": str(path), "sha256": digest, "options": options.model_dump(include=names)}
-
-
-def _unchanged(
-    sources: Sequence[Source], paths: Sequence[Path], options: WritingOptions
-) -> list[Source]:
+def _unchanged(corpus: Corpus, sources: Sequence[Source]) -> list[Source]:
     """Return the tokenized sources, up to the first that this command would tokenize otherwise."""
     unchanged = list[Source]()
-    for source, path in zip(sources, paths, strict=False):
-        if source != source.model_copy(update=_origin(path, options)):
+    for source, path in zip(sources, corpus.paths, strict=False):
+        if source != source.model_copy(update=corpus.origin(path)):
             break
         unchanged.append(source)
     return unchanged
 
 
-def _make(folder: Path, paths: Sequence[Path], options: WritingOptions) -> list[Source]:
+def _make(corpus: Corpus) -> list[Source]:
     """Write a new corpus, or resume an unfinished one; returns its sources."""
-    unfinished = unfinished_folder(folder)
-    with new_corpus(folder):
-        done = _resume(folder, paths, options)
+    with new_corpus(corpus.folder):
+        done = _resume(corpus)
         try:
-            _write(folder, paths, done, options)
-            _finish(unfinished, done)
-            unfinished.rename(folder)
-            flush_to_disk(folder.parent)
+            _write(corpus, done)
+            _finish(corpus.unfinished, done)
+            corpus.unfinished.rename(corpus.folder)
+            flush_to_disk(corpus.folder.parent)
         except (UserError, OSError) as error:
             if done:
                 error.add_note(RESUME_HINT)
             raise
         finally:
             if not done:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.rmtree(corpus.unfinished, ignore_errors=True)
     return done
 
 
-def _resume(folder: Path, paths: Sequence[Path], options: WritingOptions) -> list[Source]:
+def _resume(corpus: Corpus) -> list[Source]:
     """Return the sources that need not be tokenized again. Cut the token files after their tokens.
 
     The tokens of a source follow those of the source before, so the first that changed and all
-    after it are tokenized again.
+    after it are tokenized again. A vocabulary is learned again from all sources: if it is another
+    one, all are tokenized again.
     """
-    unfinished, limit = unfinished_folder(folder), options.shard_tokens
-    done = _unchanged(read_sources(unfinished), paths, options)
+    unfinished, limit = corpus.unfinished, corpus.options.shard_tokens
+    done = _unchanged(corpus, read_sources(unfinished))
     totals = done[-1].tokens if done else {}
     sizes = {
-        _token_file(folder, split, number): HEADER_BYTES + TOKEN_BYTES * min(limit, total - first)
+        corpus.token_file(split, number): HEADER_BYTES + TOKEN_BYTES * min(limit, total - first)
         for split, total in totals.items()
         for number, first in enumerate(range(0, total, limit))
     }
     if any(not path.exists() or path.stat().st_size < size for path, size in sizes.items()):
         done, sizes = [], {}
     if unfinished.exists():
-        kept = f"{len(done):,} of {len(paths):,} files are done"
-        print(f"note: {folder} was not finished: {kept}", file=sys.stderr)
+        kept = f"{len(done):,} of {len(corpus.paths):,} files are done"
+        print(f"note: {corpus.folder} was not finished: {kept}", file=sys.stderr)
     unfinished.mkdir(exist_ok=True)
     write_atomic(unfinished / SOURCES, "".join(f"{source.model_dump_json()}\n" for source in done))
+    (unfinished / VOCABULARY).unlink(missing_ok=True)
+    if corpus.vocabulary != GPT2:
+        write_atomic(unfinished / VOCABULARY, corpus.vocabulary.json)
     for path in unfinished.glob("*.bin"):
         if path in sizes:
             os.truncate(path, sizes[path])
@@ -210,34 +281,30 @@ def _resume(folder: Path, paths: Sequence[Path], options: WritingOptions) -> lis
     return done
 
 
-def _token_file(folder: Path, split: str, number: int) -> Path:
-    return unfinished_folder(folder) / f"{folder.name}_{split}_{number:06d}.bin"
-
-
-def _write(
-    folder: Path, paths: Sequence[Path], done: list[Source], options: WritingOptions
-) -> None:
+def _write(corpus: Corpus, done: list[Source]) -> None:
     """Write the tokens of the remaining sources; add each to `done` at its end."""
     counts, printed = done[-1].model_copy(deep=True) if done else Source(), time.monotonic()
-    batches = _batches(paths[len(done) :], counts.skipped, options)
-    encoded = map_ahead(_encode, batches, options.workers or os.cpu_count(), AHEAD)
+    options, batches = corpus.options, _batches(corpus, len(done), counts.skipped)
+    encode = functools.partial(_encode, corpus.vocabulary)
+    encoded = map_ahead(encode, batches, options.workers or os.cpu_count(), AHEAD)
     for part, ids in itertools.chain.from_iterable(encoded):
-        begins = ids == END_OF_TEXT
+        begins = ids == corpus.vocabulary.end_of_text
         is_val = _is_val(part.path, counts.documents + np.cumsum(begins), options.val_every)
-        _append(folder, counts, "train", ids[~is_val], options.shard_tokens)
-        _append(folder, counts, "val", ids[is_val], options.shard_tokens)
+        _append(corpus, counts, "train", ids[~is_val])
+        _append(corpus, counts, "val", ids[is_val])
         counts.documents += int(begins.sum())
         counts.characters += sum(len(piece) for piece in part.pieces if isinstance(piece, str))
         if part.record:
             tokens = counts.tokens.copy()
             done.append(counts.model_copy(update=part.record | {"tokens": tokens}))
-            path = unfinished_folder(folder) / SOURCES
+            path = corpus.unfinished / SOURCES
             with writing(path), open(path, "a", encoding="utf-8") as file:
                 file.write(f"{done[-1].model_dump_json()}\n")
         if time.monotonic() > printed + PROGRESS_S:
             printed = time.monotonic()
-            files = f"{len(done):,} of {len(paths):,} files"
-            print(f"{folder}: {files}, {sum(counts.tokens.values()):,} tokens", file=sys.stderr)
+            files = f"{len(done):,} of {len(corpus.paths):,} files"
+            total = sum(counts.tokens.values())
+            print(f"{corpus.folder}: {files}, {total:,} tokens", file=sys.stderr)
 
 
 def _is_val(path: Path, documents: np.ndarray, val_every: int) -> np.ndarray:
@@ -247,12 +314,13 @@ def _is_val(path: Path, documents: np.ndarray, val_every: int) -> np.ndarray:
     return documents % val_every == 0 if val_every else np.zeros(documents.shape, bool)
 
 
-def _append(folder: Path, counts: Source, split: str, ids: np.ndarray, limit: int) -> None:
-    """Append tokens to a split, at most `limit` in each file, and count them."""
+def _append(corpus: Corpus, counts: Source, split: str, ids: np.ndarray) -> None:
+    """Append tokens to a split, at most `shard_tokens` in each file, and count them."""
+    limit = corpus.options.shard_tokens
     while ids.size:
         number, used = divmod(counts.tokens[split], limit)
         part, ids = np.split(ids, [limit - used])
-        path = _token_file(folder, split, number)
+        path = corpus.token_file(split, number)
         with writing(path), open(path, "ab") as file:
             file.write(b"" if used else bytes(HEADER_BYTES))
             file.write(part.data)
@@ -283,15 +351,17 @@ def _finish(unfinished: Path, done: list[Source]) -> None:
 # ---- reading and tokenizing
 
 
-def _batches(paths: Sequence[Path], skipped: int, options: WritingOptions) -> Iterator[list[Part]]:
-    """Read sources in batches of similar size; `skipped` records of sources before are left out."""
+def _batches(corpus: Corpus, done: int, skipped: int) -> Iterator[list[Part]]:
+    """Read sources in batches of similar size, but the `done` first ones, of which `skipped`
+    records were left out.
+    """
     batch, size, is_noted = list[Part](), 0, False
-    for path in paths:
-        record, pieces = _origin(path, options), list[str | np.ndarray]()
-        for piece in read_pieces(path, options.text_column, options.separator):
+    for path in corpus.paths[done:]:
+        record, pieces = corpus.origin(path), list[str | np.ndarray]()
+        for piece in corpus.read(path):
             if isinstance(piece, TokenFileError):
                 skipped += 1
-                if skipped > options.skip_bad:
+                if skipped > corpus.options.skip_bad:
                     raise piece
                 continue
             if not is_noted and isinstance(piece, str) and SEPARATOR in piece:
@@ -306,12 +376,13 @@ def _batches(paths: Sequence[Path], skipped: int, options: WritingOptions) -> It
     yield batch
 
 
-def _encode(batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
+def _encode(vocabulary: Vocabulary, batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
     """Return each part and its tokens."""
-    return [(part, _join(part.pieces)) for part in batch]
+    return [(part, _join(vocabulary, part.pieces)) for part in batch]
 
 
-def _join(pieces: Sequence[str | np.ndarray]) -> np.ndarray:
+def _join(vocabulary: Vocabulary, pieces: Sequence[str | np.ndarray]) -> np.ndarray:
+    encode = vocabulary.encode
     tokens = [encode(piece) if isinstance(piece, str) else piece for piece in pieces]
     return np.concatenate([NO_TOKENS, *tokens], dtype="<u2", casting="unsafe")
 

