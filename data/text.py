@@ -23,8 +23,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ BATCH = 2**19  # characters and tokens in a batch, about: it takes 30 ms to toke
 AHEAD = 32  # batches that are read ahead
 PROGRESS_S = 5.0  # seconds between two progress lines
 SEPARATOR_NOTE = (
-    f"{SEPARATOR} in the text becomes ordinary text, 7 tokens; if it separates the documents of a "
+    f"{SEPARATOR} in the text becomes ordinary text; if it separates the documents of a "
     f"text file, start again with --separator '{SEPARATOR}'"
 )
 NO_TOKENS = np.empty(0, "<u2")
@@ -116,7 +116,8 @@ class Corpus:
     folder: Path
     paths: Sequence[Path]  # its sources
     options: WritingOptions
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary = GPT2
+    learned: Mapping[Path, str] = field(default_factory=dict)  # SHA-256 of what it was learned from
 
     @property
     def unfinished(self) -> Path:
@@ -137,6 +138,11 @@ class Corpus:
         """Return the fields of Source that determine a source's tokens and token files."""
         with reading(path):
             digest = sha256(path)
+        if self.learned.get(path, digest) != digest:
+            raise TokenFileError(
+                f"{path}: changed after the vocabulary was learned from it; run the same command "
+                "again"
+            )
         names = {"text_column", "separator", "val_every", "shard_tokens"}
         options = self.options.model_dump(include=names)
         if self.vocabulary != GPT2:
@@ -153,9 +159,10 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None
     that cannot be read, OSError for files that cannot be written.
     """
     paths = find_sources(map(Path, named))
-    corpus = Corpus(folder, paths, options, GPT2)
+    corpus = Corpus(folder, paths, options)
     if options.vocab_size or options.characters:
-        corpus = replace(corpus, vocabulary=_learn(corpus))
+        learned = {path: corpus.origin(path)["sha256"] for path in paths}
+        corpus = replace(corpus, vocabulary=_learn(corpus), learned=learned)
     finished = read_sources(folder)
     done = _unchanged(corpus, finished)
     if len(done) == len(paths) == len(finished):
@@ -196,8 +203,8 @@ def _learn(corpus: Corpus) -> Vocabulary:
     for path in corpus.paths:
         if kind_of(path) == "tokens":
             raise TokenFileError(
-                f"{path}: has GPT-2's tokens, and a vocabulary is learned from text; give its text, "
-                "or leave out --vocab_size and --characters"
+                f"{path}: has GPT-2's tokens, and a vocabulary is learned from text; give its "
+                "text, or leave out --vocab_size and --characters"
             )
     vocabulary = learn(_training_texts(corpus), size, corpus.options.characters)
     if size and vocabulary.size < size:

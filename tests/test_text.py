@@ -539,7 +539,7 @@ def test_a_corpus_of_a_mistaken_name_is_told_with_the_nearest_and_the_command_th
 
 
 def test_training_imports_nothing_that_only_other_runs_need(tmp_path):
-    packages = "'pyarrow', 'zstandard', 'data.text', 'tensorboard', 'wandb'"
+    packages = "'pyarrow', 'zstandard', 'tokenizers', 'data.text', 'tensorboard', 'wandb'"
     imported = f"sys.modules.keys() & {{{packages}}}"
     done = run("-c", f"import sys, train; print({imported})", cwd=tmp_path)
     assert done.stdout == "set()\n", done.stderr
