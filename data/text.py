@@ -4,6 +4,7 @@ nanoGPT and build-nanogpt, or folders of them.
     python data/text.py book.txt notes.md --name mine
     python data/text.py dump/ more.jsonl.zst --name mine --val_every 100
     python data/text.py TinyStories-train.txt --name stories --separator '<|endoftext|>'
+    python data/text.py book.txt --name mine --vocab_size 4096
     python train.py --config quickstart.yaml --dataset mine
 
 writes data/mine/mine_train_000000.bin, ... JSON lines end in .jsonl, .ndjson or .json, parquet
