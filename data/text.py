@@ -88,9 +88,9 @@ class WritingOptions(Options):
     skip_bad: ZeroIsOff = 0
     """leave out up to N lines or rows without text"""
     vocab_size: int | None = Field(None, ge=257, le=MAX_VOCAB)
-    """learn a vocabulary of N tokens from the text (default: GPT-2's)"""
+    """learn a vocabulary of N tokens from the text to train on (default: GPT-2's vocabulary)"""
     characters: bool = False
-    """make the tokens of that vocabulary single characters"""
+    """learn a vocabulary of the 256 bytes and single characters, of at most N tokens"""
     workers: Positive | None = None
     """threads that tokenize (default: one per core)"""
     data_dir: Name = "data"
