@@ -115,21 +115,19 @@ def load(content: str) -> tiktoken.Encoding:
     from tiktoken_ext.openai_public import r50k_pat_str
 
     parsed = json.loads(content)
-    model, splitting, (end,) = parsed["model"], parsed["pre_tokenizer"], parsed["added_tokens"]
-    names = [*model["vocab"]]
-    if splitting not in (WORDS, CHARACTERS):
-        raise ValueError("it splits text in another way")
-    if [*model["vocab"].values(), end["id"]] != [*range(len(names) + 1)]:
-        raise ValueError("its ids are not in order")
-    # tiktoken needs all bytes: it ends the process, or panics, at one without a token.
-    by_merges = [*BYTES, *map("".join, model["merges"])]
-    if names[:256] != [*BYTES] or (splitting == WORDS and names != by_merges):
-        raise ValueError("its ids are not in the order of its merges")
+    splitting, merges = parsed["pre_tokenizer"], parsed["model"]["merges"]
+    names = [*parsed["model"]["vocab"]]
+    # tiktoken panics at a byte without a token.
+    in_order = [*BYTES, *map("".join, merges), *(names[256:] if splitting == CHARACTERS else [])]
+    if names != in_order or splitting not in (WORDS, CHARACTERS):
+        raise ValueError("tiktoken would split its text or rank its merges in another way")
+    if content != to_json(names, merges, splitting):
+        raise ValueError("it was edited, or another program wrote it")
     return tiktoken.Encoding(
         FILE,
         pat_str=r50k_pat_str if splitting == WORDS else r"[\s\S]",
         mergeable_ranks={bytes(BYTES[c] for c in name): i for i, name in enumerate(names)},
-        special_tokens={SEPARATOR: end["id"]},
+        special_tokens={SEPARATOR: len(names)},
         explicit_n_vocab=len(names) + 1,
     )
 
