@@ -334,12 +334,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             yield "fp16", "bf16 and fp16 exclude each other; choose one"
         if self.final_lr() > self.lr:
             yield "min_lr", f"min_lr {self.min_lr:g} is above lr {self.lr:g}; it may be at most lr"
-        if (self.sample_every or self.hellaswag_every) and self.n_vocab != GPT2_TOKENS:
-            yield (
-                "vocab_size",
-                "sample_every and hellaswag_every need GPT-2's vocabulary: set vocab_size to at "
-                f"least {GPT2_TOKENS}, or both to 0",
-            )
         for name, why in EXCLUDED_BY.get(self.optimizer, {}).items():
             if getattr(self, name):
                 yield "optimizer", f"{self.optimizer} excludes {name}: {why}"
@@ -357,6 +351,11 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 f"one micro-step (batch_size {self.batch_size} x seq_len {self.seq_len} x "
                 f"{world_size} ranks); nearest that work: {nearest}",
             )
+
+    def with_vocabulary(self, size: int) -> Self:
+        """Return the config for `size` tokens; if it pads, to a multiple of 128."""
+        rows = -(-size // 128) * 128 if self.vocab_size > self.n_vocab else size
+        return self.with_options(vocab_size=rows, real_vocab_size=size)
 
     def on_device(self, kind: str, world_size: int) -> Self:
         """Return the config as it acts on this kind of device: with its defaults for None, and a

@@ -57,13 +57,14 @@ if __name__ == "__main__":
 import torch
 
 from checkpoint.weights import Weights, find_weights, read_weights
-from config import GPT2_TOKENS, Config
+from config import Config
 from data.hellaswag import download
-from data.prepare import prepare_if_missing
+from data.prepare import prepare_vocabulary
+from data.vocabulary import Vocabulary, check_same
 from dataloader import TokenStream, open_corpus
 from inference.hellaswag import read_questions, score
-from inference.sampling import encoding_of
 from inference.validation import (
+    bits_per_byte,
     bytes_per_target,
     check_split,
     count_sequences,
@@ -116,13 +117,12 @@ def evaluate(options: EvaluateOptions, world: World) -> Results:
     if file == "download":
         file = str(world.on_rank0(lambda: download(config.data_dir)))
     if file:
-        questions = read_questions(
-            Path(file), encoding_of(config.n_vocab), config.block_size, world
-        )
+        encoding = weights.vocabulary.encoding_for(config.n_vocab)
+        questions = read_questions(Path(file), encoding, config.block_size, world)
     val = open_validation(options, config, weights, world)
     with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
         if val:
-            results["validation"] = validate(model, val, config, world)
+            results["validation"] = validate(model, val, config, weights.vocabulary, world)
         if file:
             scores = score(model, questions, config.batch_size * config.block_size, world)
             print_score(scores)
@@ -184,7 +184,7 @@ def open_validation(
         return None
     folder, saved = Path(config.data_dir, config.dataset), weights.saved
     try:
-        val, trained_on = open_split(folder, config, world)
+        val, trained_on = open_split(folder, config, weights, world)
     except UserError as error:
         if options.dataset or not options.hellaswag:
             raise
@@ -195,12 +195,16 @@ def open_validation(
     return val
 
 
-def open_split(folder: Path, config: Config, world: World) -> tuple[TokenStream, str]:
+def open_split(
+    folder: Path, config: Config, weights: Weights, world: World
+) -> tuple[TokenStream, str]:
     """Open the validation split of a corpus; returns the training split's fingerprint too.
 
-    Raises UserError on all ranks unless all have the same tokens, and at least one sequence.
+    Raises UserError on all ranks unless all have the same tokens, of the weights' vocabulary, and
+    at least one sequence.
     """
-    world.on_rank0(lambda: prepare_if_missing(folder))
+    vocabulary = world.on_rank0(lambda: prepare_vocabulary(folder))
+    check_same(weights.path, weights.vocabulary, folder, vocabulary)
     train, val = world.raise_on_all(
         lambda: open_corpus(
             folder, config.seq_len, config.n_vocab, config.val_fraction, to_train=False
@@ -214,12 +218,14 @@ def open_split(folder: Path, config: Config, world: World) -> tuple[TokenStream,
     return val, of_training
 
 
-def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Results:
+def validate(
+    model: GPT, val: TokenStream, config: Config, vocabulary: Vocabulary, world: World
+) -> Results:
     """Compute and print the validation loss; returns its part of --json."""
     tokens = count_sequences(val, config.eval_tokens) * val.seq_len
     size = 0.0  # mean bytes of a target's text, if the vocabulary is known
-    if config.n_vocab == GPT2_TOKENS:
-        size = world.on_rank0(lambda: bytes_per_target(val, tokens, encoding_of(config.n_vocab)))
+    if config.n_vocab == vocabulary.size:
+        size = world.on_rank0(lambda: bytes_per_target(val, tokens, vocabulary.encoding))
     loss = validation_loss(model, val, config.batch_size, tokens, world)
     results = {
         "corpus": str(val.spans[0].file.path.parent),
@@ -227,7 +233,7 @@ def validate(model: GPT, val: TokenStream, config: Config, world: World) -> Resu
         "seq_len": val.seq_len,
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),  # exp overflows from 710 on
-        "bits_per_byte": loss / math.log(2) / size if size else None,
+        "bits_per_byte": bits_per_byte(loss, size) if size else None,
     }
     in_bits = f", {results['bits_per_byte']:.4f} bits per byte" if size else ""
     log.info(

@@ -24,20 +24,18 @@ if __name__ == "__main__":
     # Read options before importing torch, which takes seconds, so that --help and errors are quick.
     OPTIONS = start(ExportOptions, positional="run folder")
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from tiktoken.load import read_file_cached
-
 from checkpoint.hugging_face import write_hugging_face
 from checkpoint.names import run_and_checkpoint
 from checkpoint.weights import read_weights
-from config import GPT2_TOKENS, PATH, Config
-from data.tokenizer import find_vocabulary
+from config import PATH, Config
+from data.tokenizer import SEPARATOR, vocab_and_merges
+from data.vocabulary import FILE, GPT2, Vocabulary
 from runtime.console import Console, log
-from runtime.files import atomic_folder, sole_writer, write_atomic
+from runtime.files import atomic_folder, sole_writer, write_atomic, write_json
 
 CARD = """\
 ---
@@ -80,15 +78,18 @@ def export(source: str, folder: Path, log_dir: str = "logs") -> None:
         raise UserError(f"{folder}: is there already; choose another name or delete it first")
     weights = read_weights(source, log_dir)
     model, c, saved = weights.model(), weights.config, weights.saved
+    vocabulary = weights.vocabulary
     weights.note_options()
     history = f"Its weights are those of `{public_name(str(weights.path))}`."
     with sole_writer(folder), atomic_folder(folder, replace=False) as unfinished:
-        write_hugging_face(unfinished, c, model.state_dict())
-        if c.n_vocab == GPT2_TOKENS:
-            write_tokenizer(unfinished, c.block_size)
+        is_known = vocabulary.size == c.n_vocab
+        end_of_text = vocabulary.end_of_text if is_known else None
+        write_hugging_face(unfinished, c, model.state_dict(), end_of_text)
+        if is_known:
+            write_tokenizer(unfinished, vocabulary, c.block_size)
         else:
             log.warning(
-                f"its vocabulary of {c.n_vocab:,} tokens is not GPT-2's: the folder has no "
+                f"its vocabulary of {c.n_vocab:,} tokens is not known: the folder has no "
                 "tokenizer; add the one it was trained with"
             )
         if saved:
@@ -114,17 +115,24 @@ def public_name(source: str) -> str:
     return run_and_checkpoint(Path(source))[0].name
 
 
-def write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer for transformers. Raises UserError without its vocabulary."""
+def write_tokenizer(folder: Path, vocabulary: Vocabulary, block_size: int) -> None:
+    """Write the tokenizer for transformers. Raises UserError without GPT-2's vocabulary."""
     from transformers import GPT2Tokenizer
 
-    places = find_vocabulary()
-    vocab = json.loads(read_file_cached(places["encoder.json"]))
-    # The first line is the format's version.
-    lines = read_file_cached(places["vocab.bpe"]).decode().splitlines()[1:]
-    merges: list[Any] = [tuple(line.split(" ")) for line in lines]
-    tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size)
-    tokenizer.save_pretrained(folder)
+    if vocabulary == GPT2:
+        vocab, merges = vocab_and_merges()
+        tokenizer = GPT2Tokenizer(vocab=vocab, merges=merges, model_max_length=block_size)
+        tokenizer.save_pretrained(folder)
+        return
+    options: dict[str, Any] = {
+        # transformers would split text by another pattern in its class for GPT-2
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": block_size,
+        "clean_up_tokenization_spaces": False,
+    }
+    options |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), SEPARATOR)
+    write_atomic(folder / FILE, vocabulary.json)
+    write_json(folder / "tokenizer_config.json", options)
 
 
 def main(options: ExportOptions) -> None:

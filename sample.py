@@ -63,9 +63,10 @@ import time
 from pathlib import Path
 
 import torch
+from tiktoken import Encoding
 
 from checkpoint.weights import read_weights
-from inference.sampling import Text, encoding_of, grow, seeded
+from inference.sampling import Text, grow, seeded
 from model import GPT
 from runtime.console import Console, log
 from runtime.device import check_precision, choose_device
@@ -73,8 +74,10 @@ from runtime.device import check_precision, choose_device
 SEPARATOR = "---\n"  # between two texts
 
 
-def load_sampled_model(options: SampleOptions) -> GPT:
-    """Load the model to the device, and print notes. Raises UserError if it cannot be loaded."""
+def load_sampled_model(options: SampleOptions) -> tuple[GPT, Encoding]:
+    """Load the model to the device, and its encoding; print notes. Raises UserError if it cannot
+    be loaded.
+    """
     device = choose_device(options.device)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     weights = read_weights(options.run, options.log_dir)
@@ -82,7 +85,8 @@ def load_sampled_model(options: SampleOptions) -> GPT:
         log.warning(note)
     check_precision(device, dtype)
     weights.note_options()
-    return weights.model().to(device, dtype)
+    encoding = weights.vocabulary.encoding_for(weights.config.n_vocab)
+    return weights.model().to(device, dtype), encoding
 
 
 def read_prompts(options: SampleOptions) -> list[str]:
@@ -125,8 +129,7 @@ def write(model: GPT, texts: list[Text], options: SampleOptions) -> None:
 
 def main(options: SampleOptions) -> None:
     """Print num_samples texts of each prompt as they are drawn, in this order. Raises UserError."""
-    prompts, model = read_prompts(options), load_sampled_model(options)
-    encoding = encoding_of(model.config.n_vocab)
+    prompts, (model, encoding) = read_prompts(options), load_sampled_model(options)
     texts = [
         Text(prompt, encoding, seeded(options.seed + i), options.stop)
         for prompt in prompts

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.saved import SavedState
 from checkpoint.weights import build_model
-from data.prepare import prepare_if_missing
+from data.prepare import prepare_if_missing, prepare_vocabulary
+from data.vocabulary import GPT2
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from optimizer import clip_gradients, learning_rate, make_optimizers
 from run.evaluation import Evaluation, is_due
@@ -60,14 +61,18 @@ def setup(
 
     `resumed`: the checkpoint to resume from. `batches`: inputs and targets (B, T) of
     every micro-step, on the device (default: from the config's corpus). The config of the result
-    has the architecture of the weights in `init_from`. Raises UserError for an option that the
-    device does not support, and for weights or tokens that are missing.
+    has the architecture of the weights in `init_from`, and the size of the corpus's own vocabulary.
+    Raises UserError for an option that the device does not support, and for weights or tokens that
+    are missing or have different vocabularies.
     """
     # The seed decides weights, order of the data and dropout: the same seed gives the same run.
     device, memory_before = world.device, memory_before_mb(world.device)
     make_repeatable(device)
+    folder, vocabulary = Path(config.data_dir) / config.dataset, None
+    if batches is None:
+        vocabulary = world.on_rank0(lambda: prepare_vocabulary(folder))
     torch.manual_seed(config.seed)
-    config, model = world.raise_on_all(lambda: build_model(config, resumed is not None))
+    config, model = world.raise_on_all(lambda: build_model(config, vocabulary, resumed))
     torch.manual_seed(config.seed + world.rank)  # dropout differs between ranks
     # The options as they act on this device and number of ranks.
     acting = config.on_device(device.type, world.world_size)
@@ -139,10 +144,12 @@ def setup(
         loader, val = open_data(config, world, model.config.n_vocab)
         expected = world.on_rank0(lambda: ExpectedLosses.of(loader.stream, model.config.n_vocab))
         loader.announce(val)
+        if vocabulary != GPT2:
+            log.info(f"{folder} has {vocabulary}")
         log.info(expected.description)
         restore(resumed, state, loader.stream.fingerprint(), config, world)
         batches = prefetch(loader, device, state.step + 1)
-    return Run(config, world, state, trained, autocast, batches, val, expected)
+    return Run(config, world, state, trained, autocast, batches, val, expected, vocabulary or GPT2)
 
 
 def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data.vocabulary import FILE as VOCABULARY
 from runtime.errors import UserError, in_a_line
 from runtime.files import flush_to_disk, sha256
 
@@ -44,7 +45,10 @@ def verify(folder: Path, *files: str) -> None:
     with reading(folder), open(folder / SUMS) as lines:
         sums = {file: digest for digest, file in map(str.split, lines)}
         # not only the listed files: a list without the weights would hide damage to them
-        for file in files or sorted({*sums, MODEL, OPTIMIZER, STATE}):
+        expected = {*(files or (*sums, MODEL, OPTIMIZER, STATE))}
+        if VOCABULARY in sums or (folder / VOCABULARY).exists():
+            expected.add(VOCABULARY)
+        for file in sorted(expected):
             if sha256(folder / file) != sums.get(file):
                 raise CheckpointError(f"{folder / file}: damaged: its checksum is not in {SUMS}")
 

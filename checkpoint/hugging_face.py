@@ -108,11 +108,14 @@ def transpose_conv1d(weights: Tensors) -> Tensors:
     }
 
 
-def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> None:
+def write_hugging_face(
+    folder: Path, config: GPTConfig, weights: Tensors, end_of_text: int | None
+) -> None:
     """Write a folder that transformers loads, by its own GPT2LMHeadModel, without padding rows.
 
-    `weights`: a model's state_dict(). Raises CheckpointError for a model that GPT-2 in transformers
-    cannot be, without transformers, and if the weights cannot be written; otherwise OSError.
+    `weights`: a model's state_dict(). `end_of_text`: its token, if the vocabulary is known. Raises
+    CheckpointError for a model that GPT-2 in transformers cannot be, without transformers, and if
+    the weights cannot be written; otherwise OSError.
     """
     if wrong := [
         f"{name} {getattr(config, name)}"
@@ -125,7 +128,6 @@ def write_hugging_face(folder: Path, config: GPTConfig, weights: Tensors) -> Non
         )
     with refusing("transformers is missing: pip install -r requirements-track.txt", ImportError):
         from transformers import GPT2Config, GPT2LMHeadModel
-    end_of_text = 50256 if config.n_vocab == 50257 else None  # another vocabulary may have none
     options = {name: getattr(config, ours) for name, ours in OPTIONS.items()} | {
         "vocab_size": config.n_vocab,  # without the padding rows
         "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",

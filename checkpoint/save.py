@@ -12,6 +12,7 @@ import numpy as np
 from checkpoint.files import STATE, SUMS, Tensors, write_tensors
 from checkpoint.names import all_checkpoints, delete_old, step_of
 from checkpoint.saved import SavedState
+from data.vocabulary import FILE as VOCABULARY
 from runtime.files import atomic_folder, delete, flush_to_disk, sha256, write_atomic
 
 
@@ -41,8 +42,11 @@ def write_checkpoint(
     with atomic_folder(saved.folder, replace=True) as unfinished:
         text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
         write_atomic(unfinished / STATE, f"{text}\n")
+        own = [VOCABULARY] if saved.vocabulary.json else []
+        for name in own:
+            write_atomic(unfinished / name, saved.vocabulary.json)
         with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
-            lines = pool.map(write_file, [*files, STATE])
+            lines = pool.map(write_file, [*files, STATE, *own])
         write_atomic(unfinished / SUMS, "".join(lines))
     delete_old(run, keep_last, before=saved.step + 1, protect=saved.folder)
 

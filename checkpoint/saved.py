@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from checkpoint.files import STATE, CheckpointError, read_json, reading, refusing, verify
 from config import Config
+from data.vocabulary import GPT2, Vocabulary, read_vocabulary
 from runtime.cli import ConfigError, load
 from runtime.console import log
 
@@ -16,6 +17,7 @@ class SavedState(BaseModel):
     """checkpoint.json: the state of a run without tensors, its options and its corpus."""
 
     folder: Path = Field(exclude=True)  # the folder that was read
+    vocabulary: Vocabulary = Field(GPT2, exclude=True)  # in a file of its own
     step: int = Field(ge=0)
     tokens: int  # trained on so far
     tokens_per_step: int
@@ -48,8 +50,11 @@ def read_state(folder: Path, *files: str) -> SavedState:
     Options that are not in it have their defaults.
     """
     verify(folder, *files)
+    vocabulary = read_vocabulary(folder)
     with reading(folder / STATE):
-        saved = SavedState(**read_json(folder / STATE) | {"folder": folder})
+        saved = SavedState(
+            **read_json(folder / STATE) | {"folder": folder, "vocabulary": vocabulary}
+        )
     named = re.fullmatch(r"(best|step)_(\d+)", folder.name)
     if named and int(named[2]) != saved.step:
         raise CheckpointError(

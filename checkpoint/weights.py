@@ -16,7 +16,8 @@ from checkpoint.hugging_face import (
 )
 from checkpoint.names import all_checkpoints, find_folder
 from checkpoint.saved import SavedState, read_state
-from config import GPT2_TOKENS, Config
+from config import Config
+from data.vocabulary import GPT2, Vocabulary, check_same, read_vocabulary
 from model import GPT, GPTConfig
 from options import ARCHITECTURE
 from runtime.cli import ConfigError, load
@@ -34,6 +35,11 @@ class Weights(NamedTuple):
     tensors: Tensors
     saved: SavedState | None  # the run's state, if they are a checkpoint
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Their vocabulary, if its size is that of the model; those of other projects: GPT-2's."""
+        return self.saved.vocabulary if self.saved else GPT2
+
     def model(self) -> GPT:
         """Return their model in evaluation mode. Raises CheckpointError."""
         return load_weights(GPT(self.config), self.tensors, self.path).eval()
@@ -49,20 +55,41 @@ class Weights(NamedTuple):
 
 
 def adopt_architecture(config: Config) -> Config:
-    """Return the config with the architecture of the weights in `init_from`, as `build_model`."""
-    return config if config.init_from == "scratch" else build_model(config)[0]
+    """Return the config as `build_model` does; the vocabulary of a missing corpus is not known."""
+    folder = Path(config.data_dir) / config.dataset
+    vocabulary = read_vocabulary(folder) if folder.exists() else None
+    if config.init_from == "scratch":
+        return adopt_vocabulary(config, vocabulary)
+    return build_model(config, vocabulary)[0]
 
 
-def build_model(config: Config, resumes: bool = False) -> tuple[Config, GPT]:
+def adopt_vocabulary(config: Config, vocabulary: Vocabulary | None) -> Config:
+    """Return the config with the size of a corpus's own vocabulary."""
+    if vocabulary in (None, GPT2):
+        return config
+    return config.with_vocabulary(vocabulary.size)
+
+
+def build_model(
+    config: Config, vocabulary: Vocabulary | None = None, resumed: SavedState | None = None
+) -> tuple[Config, GPT]:
     """Build the model, fresh or with the weights of `init_from`, unless the run resumes: then
     `run.start.restore` loads its weights.
 
-    Returns the config too, which takes over the architecture of the weights in `init_from`. Raises
-    CheckpointError for weights that cannot be loaded, ConfigError for options that contradict them.
+    Returns the config too, which takes over the architecture of the weights in `init_from`, and the
+    size of the corpus's own `vocabulary`. Raises CheckpointError for weights that cannot be loaded,
+    ConfigError for options that contradict them, UserError for weights of another vocabulary.
     """
-    if resumes or config.init_from == "scratch":
+    folder = Path(config.data_dir) / config.dataset
+    if resumed and vocabulary:
+        check_same(resumed.folder, resumed.vocabulary, folder, vocabulary)
+    config = adopt_vocabulary(config, vocabulary)
+    if resumed or config.init_from == "scratch":
         return config, GPT(GPTConfig.of(config))
-    path, theirs, weights, _ = read_weights(config.init_from, config.log_dir)
+    found = read_weights(config.init_from, config.log_dir)
+    path, theirs, weights = found.path, found.config, found.tensors
+    if vocabulary:
+        check_same(path, found.vocabulary, folder, vocabulary)
     given = config.model_dump(exclude_unset=True)
     fixed = {name: getattr(theirs, name) for name in Config.names_marked(ARCHITECTURE)}
     fixed["block_size"] = min(theirs.block_size, given.get("block_size", theirs.block_size))
@@ -163,10 +190,10 @@ def read_weights(source: str, log_dir: str = "logs") -> Weights:
     with refusing(f"{path}: its options do not make a model", ConfigError):
         # seq_len, an option of training, has to fit any block_size.
         config = GPTConfig.of(load(Config, options | {"seq_len": 1}))
-    if not saved and config.vocab_size > GPT2_TOKENS:
+    if not saved and config.vocab_size > GPT2.size:
         # Other projects do not store how many rows are tokens. 50304 rows are GPT-2's 50257 tokens
         # and padding; any other number of rows includes added tokens.
-        n_vocab = GPT2_TOKENS if config.vocab_size == 50304 else config.vocab_size
+        n_vocab = GPT2.size if config.vocab_size == 50304 else config.vocab_size
         config = replace(config, real_vocab_size=n_vocab)
     # All else is compared when a model loads the weights, but it takes another number of rows.
     sizes = {

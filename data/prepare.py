@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data import pydocs, shakespeare
 from data.token_file import TokenFileError
+from data.vocabulary import Vocabulary, read_vocabulary
 from runtime.cli import did_you_mean
 from runtime.console import log
 from runtime.files import lock_file, sole_writer
@@ -38,6 +39,12 @@ def prepare_if_missing(folder: Path) -> None:
         f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: "
         f"{script}; or say with --data_dir which folder holds it"
     )
+
+
+def prepare_vocabulary(folder: Path) -> Vocabulary:
+    """Read the vocabulary of a corpus, after `prepare_if_missing`. Raises UserError."""
+    prepare_if_missing(folder)
+    return read_vocabulary(folder)
 
 
 def is_there(folder: Path) -> bool:

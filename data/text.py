@@ -47,7 +47,7 @@ from data.token_file import (
 )
 from data.tokenizer import SEPARATOR
 from data.vocabulary import FILE as VOCABULARY
-from data.vocabulary import GPT2, Vocabulary
+from data.vocabulary import GPT2, Vocabulary, named_vocabulary
 from runtime.cli import Name, Options, Positive, ZeroIsOff
 from runtime.errors import UserError, reported
 from runtime.files import flush_to_disk, sha256, unfinished_folder, write_atomic, writing
@@ -91,6 +91,8 @@ class WritingOptions(Options):
     """learn a vocabulary of N tokens from the text to train on (default: GPT-2's vocabulary)"""
     characters: bool = False
     """learn a vocabulary of the 256 bytes and single characters, of at most N tokens"""
+    vocabulary: Name | None = None
+    """take the vocabulary of this corpus or run: its name or folder"""
     workers: Positive | None = None
     """threads that tokenize (default: one per core)"""
     data_dir: Name = "data"
@@ -161,7 +163,15 @@ def prepare(folder: Path, named: Sequence[str], options: WritingOptions) -> None
     """
     paths = find_sources(map(Path, named))
     corpus = Corpus(folder, paths, options)
-    if options.vocab_size or options.characters:
+    is_learned = options.vocab_size or options.characters
+    if options.vocabulary:
+        if is_learned:
+            raise UserError("--vocabulary excludes --vocab_size and --characters; choose one")
+        vocabulary = named_vocabulary(options.vocabulary, options.data_dir)
+        corpus = replace(corpus, vocabulary=vocabulary)
+    if is_learned or corpus.vocabulary != GPT2:
+        _check_texts(paths)
+    if is_learned:
         learned = {path: corpus.origin(path)["sha256"] for path in paths}
         corpus = replace(corpus, vocabulary=_learn(corpus), learned=learned)
     finished = read_sources(folder)
@@ -196,17 +206,21 @@ def _undivided(separator: str) -> str:
 # ---- the vocabulary
 
 
+def _check_texts(paths: Sequence[Path]) -> None:
+    """Raise TokenFileError for a token file, which cannot have another vocabulary."""
+    for path in paths:
+        if kind_of(path) == "tokens":
+            raise TokenFileError(
+                f"{path}: has GPT-2's tokens, and another vocabulary needs its text; give the "
+                "text, or leave out --vocab_size, --characters and --vocabulary"
+            )
+
+
 def _learn(corpus: Corpus) -> Vocabulary:
-    """Learn a vocabulary from the documents to train on. Raises TokenFileError for a token file."""
+    """Learn a vocabulary from the documents to train on."""
     from data.learn import learn
 
     size = corpus.options.vocab_size
-    for path in corpus.paths:
-        if kind_of(path) == "tokens":
-            raise TokenFileError(
-                f"{path}: has GPT-2's tokens, and a vocabulary is learned from text; give its "
-                "text, or leave out --vocab_size and --characters"
-            )
     vocabulary = learn(_training_texts(corpus), size, corpus.options.characters)
     if size and vocabulary.size < size:
         print(f"note: the text yields {vocabulary.size:,} tokens, not {size:,}", file=sys.stderr)

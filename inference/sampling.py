@@ -13,22 +13,8 @@ import torch.nn.functional as F
 from tiktoken import Encoding
 from torch import Tensor
 
-from data.tokenizer import get_encoding
 from model import GPT
 from runtime.errors import UserError
-
-
-def encoding_of(n_vocab: int) -> Encoding:
-    """Return the encoding of a model's vocabulary. Raises UserError unless it is GPT-2's."""
-    encoding = get_encoding()
-    if n_vocab != encoding.n_vocab:
-        raise UserError(
-            f"a vocabulary of {n_vocab} is not that of GPT-2's tokenizer, "
-            f"{encoding.n_vocab}; export the model with export.py, and use its own tokenizer in "
-            "transformers"
-        )
-    return encoding
-
 
 # ---- from logits to a token
 

@@ -101,13 +101,17 @@ def count_sequences(stream: TokenStream, tokens: int | None) -> int:
     return len(stream) if tokens is None else min(len(stream), max(1, tokens // stream.seq_len))
 
 
-def bytes_per_target(stream: TokenStream, tokens: int, encoding: Encoding) -> float:
-    """Return the mean UTF-8 bytes of the targets of the first `tokens`, whole sequences;
+def bytes_per_target(stream: TokenStream, tokens: int | None, encoding: Encoding) -> float:
+    """Return the mean UTF-8 bytes of the targets of the first `tokens`, as in `validation_loss`;
     <|endoftext|> has none.
-
-    Their loss is loss / ln(2) / bytes_per_target bits per byte, which compares vocabularies.
     """
     sizes = [len(encoding.decode_single_token_bytes(token)) for token in range(encoding.n_vocab)]
     sizes[encoding.eot_token] = 0
-    of_token, windows = torch.tensor(sizes), range(tokens // stream.seq_len)
-    return sum(int(of_token[stream.read([window])[1]].sum()) for window in windows) / tokens
+    of_token, windows = torch.tensor(sizes), range(count_sequences(stream, tokens))
+    total = sum(int(of_token[stream.read([window])[1]].sum()) for window in windows)
+    return total / (len(windows) * stream.seq_len)
+
+
+def bits_per_byte(loss: float, bytes_per_target: float) -> float:
+    """Return a loss in nats per token as bits per byte, which compares vocabularies."""
+    return loss / math.log(2) / bytes_per_target

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import hugging_face
+from checkpoint.weights import adopt_architecture
 from dataloader import DataLoader, prefetch
 from measure.interleaved.side import Step, serve, take_stdout, without_end
 from model import GPT, GPTConfig
@@ -131,7 +132,7 @@ def training_step(peer: str, config: Config, device: torch.device) -> Step:
     """Return a function that takes the next step of the peer's training. Raises UserError."""
     if launch().world_size > 1:
         raise UserError("a peer trains on one rank; leave RANKS out")
-    config = config.on_device(device.type, 1)
+    config = adopt_architecture(config).on_device(device.type, 1)
     loader, _ = open_data(config, World(device), config.n_vocab)
     model = checked_peer(peer, config, loader).to(device)
     trained = torch.compile(model, mode=config.compile_mode) if config.compile else model

@@ -1,5 +1,6 @@
 """Evaluate a run's model between two steps: validation loss, HellaSwag, a sample."""
 
+import functools
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -8,14 +9,22 @@ import torch
 
 from config import Config
 from data.hellaswag import Question, default_path
+from data.vocabulary import Vocabulary
 from dataloader import TokenStream
 from inference.hellaswag import read_questions, score
-from inference.sampling import Text, encoding_of, grow, seeded
-from inference.validation import check_split, evaluating, validation_loss
+from inference.sampling import Text, grow, seeded
+from inference.validation import (
+    bits_per_byte,
+    bytes_per_target,
+    check_split,
+    evaluating,
+    validation_loss,
+)
 from run.log import RunLog
 from run.reference import Reference
 from run.state import Run
 from runtime.console import log
+from runtime.errors import UserError
 from runtime.world import World
 
 
@@ -25,7 +34,7 @@ def is_due(every: int, step: int, last: bool) -> bool:
 
 
 def read_needed(
-    config: Config, world: World, val: TokenStream
+    config: Config, world: World, val: TokenStream, vocabulary: Vocabulary
 ) -> tuple[Reference | None, list[Question]]:
     """Read the reference curve, and this rank's questions of HellaSwag, if they will be needed.
 
@@ -35,7 +44,7 @@ def read_needed(
     reference = Reference.read(config.reference) if config.reference else None
     questions: list[Question] = []
     if config.sample_every or config.hellaswag_every:
-        encoding = encoding_of(config.n_vocab)
+        encoding = vocabulary.encoding_for(config.n_vocab)
     if config.hellaswag_every:
         file = Path(config.hellaswag_file or default_path(config.data_dir))
         questions = read_questions(file, encoding, config.block_size, world)
@@ -64,7 +73,7 @@ class Evaluation:
         self.compiled = torch.compile(run.state.evaluated) if is_compiled else None
         # step -> column of eval.csv -> value
         self.figures = defaultdict[int, dict[str, float]](dict)
-        self.reference, self.questions = read_needed(config, run.world, run.val)
+        self.reference, self.questions = read_needed(config, run.world, run.val, run.vocabulary)
 
     def resume(self, repeat: int | None) -> None:
         """Load the evaluations of earlier calls, so that none is repeated but the one of the step
@@ -91,12 +100,32 @@ class Evaluation:
                     run.world,
                     self.compiled,
                 )
-            self._log(step, {"val_loss": loss})
+            figures = {"val_loss": loss}
+            if self.target_bytes:
+                figures["bits_per_byte"] = bits_per_byte(loss, self.target_bytes)
+            self._log(step, figures)
             if self.reference and (
                 verdict := self.reference.judge(step * run.tokens_per_step, loss)
             ):
                 log.info(f"step {step}: {verdict}")
         return self.figures.get(step, {}).get("val_loss", math.inf)
+
+    @functools.cached_property
+    def target_bytes(self) -> float:
+        """The mean bytes of a validation target's text; 0 if the vocabulary is not known.
+
+        All ranks have to ask for it.
+        """
+        run, config = self.run, self.run.config
+        if run.vocabulary.size != config.n_vocab:
+            return 0.0
+        try:
+            return run.world.on_rank0(
+                lambda: bytes_per_target(run.val, config.eval_tokens, run.vocabulary.encoding)
+            )
+        except UserError as error:  # nothing else may need GPT-2's vocabulary, a download
+            log.warning(f"no bits per byte: {error}")
+            return 0.0
 
     def score_hellaswag(self, step: int, last: bool) -> None:
         """Score the model on HellaSwag if it is due. Raises TrainingError if it has diverged."""
@@ -117,14 +146,11 @@ class Evaluation:
         self.runlog.log_evaluation(step, **figures)
 
     def sample(self, step: int, last: bool) -> None:
-        """Log a text of the model, if it is due. It is drawn from a generator of its own.
-
-        Raises UserError unless the vocabulary is GPT-2's.
-        """
+        """Log a text of the model, if it is due. It is drawn from a generator of its own."""
         config, model = self.run.config, self.run.state.evaluated
         prompt = config.sample_prompt
         if step and is_due(config.sample_every, step, last):
-            text = Text(prompt, encoding_of(config.n_vocab), seeded(config.seed))
+            text = Text(prompt, self.run.vocabulary.encoding, seeded(config.seed))
             steps = grow(
                 model,
                 [text],

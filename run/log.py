@@ -25,7 +25,8 @@ ExtraMetrics = Callable[[float], Mapping[str, float | None]]  # from the step's 
 
 # step counts from 1; loss is in nats per token; norm is the gradient norm before clipping
 LOG_COLUMNS = ("step", "loss", "lr", "norm", "dt_ms", "tokens_per_sec")
-EVAL_COLUMNS = ("step", "val_loss")  # then hellaswag_acc_norm, if the run is scored
+# then bits_per_byte, if the vocabulary is known, and hellaswag_acc_norm, if the run is scored
+EVAL_COLUMNS = ("step", "val_loss")
 # Names in eval.csv of an earlier version, whose acc_norm was per character: the name now
 OLD_SCORES = {
     "hellaswag_acc_norm": "hellaswag_acc_chars",
@@ -96,6 +97,7 @@ class RunLog:
         """Print figures of an evaluation and add them to the step's row of eval.csv."""
         text = " | ".join(f"{name} {figure:.4f}" for name, figure in figures.items())
         text = text.replace("val_", "validation ").replace("hellaswag_", "HellaSwag ")
+        text = text.replace("bits_per_byte", "bits per byte")
         log.info(f"{self._label(step)} | {text}")
         if self.rank == 0:
             update(self.path / "eval.csv", step, figures)

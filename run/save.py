@@ -41,6 +41,7 @@ def save(run: Run, random_state: dict[str, Any] | None = None) -> None:
         tokens=state.step * run.tokens_per_step,
         tokens_per_step=run.tokens_per_step,
         corpus=state.corpus,
+        vocabulary=run.vocabulary,
         random=world.gather(random_state or take_random_state(world.device)),
         config=options_to_save(config),
     )

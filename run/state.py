@@ -16,6 +16,7 @@ from torch import Tensor
 from checkpoint.files import MODEL, OPTIMIZER, Tensors, copy_tensors
 from checkpoint.saved import SavedState
 from config import Config
+from data.vocabulary import GPT2, Vocabulary
 from dataloader import TokenStream
 from model import GPT
 from run.expected import ExpectedLosses
@@ -162,6 +163,7 @@ class Run:
     batches: Batches  # inputs and targets (B, T) of every micro-step, on the device
     val: TokenStream  # the corpus's validation split; empty if `setup` was given batches
     expected: ExpectedLosses  # none if `setup` was given batches
+    vocabulary: Vocabulary = GPT2  # the corpus's; with another number of tokens it is not known
 
     @property
     def path(self) -> Path:

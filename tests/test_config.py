@@ -173,7 +173,6 @@ config/train_gpt2.py => config/train_gpt2.py: not understood .. YAML file of opt
 --run_name . => --run_name: .. '.' .. log_dir
 --run_name .. => --run_name: .. '..' .. log_dir
 --run_name a\x07 => --run_name: .. 'a\\x07' .. log_dir
---sample_every 5 --vocab_size 256 => --vocab_size: sample_every .. 50257
 --config => --config: expected one argument
 --config speedup99 => speedup99: no such config file .. did you mean speedup9?
 --config zzz => zzz: no such config file, here or in configs/

@@ -19,11 +19,11 @@ from transformers.generation import (
 
 import sample
 from data.tokenizer import END_OF_TEXT, SEPARATOR, get_encoding
+from data.vocabulary import GPT2
 from inference.sampling import (
     KVCache,
     Text,
     decode_step,
-    encoding_of,
     prefill,
     probabilities,
     seeded,
@@ -164,8 +164,8 @@ def test_a_text_ends_before_the_first_stop_after_its_prompt_which_may_span_token
 
 def test_another_vocabulary_and_weights_that_are_no_numbers_are_errors_of_the_user(tiny_model):
     model = tiny_model()
-    with refused("a vocabulary of 128 is not that of GPT-2's tokenizer"):
-        encoding_of(model.config.n_vocab)
+    with refused("a model of 128 tokens cannot have GPT-2's vocabulary, of 50,257"):
+        GPT2.encoding_for(model.config.n_vocab)
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     with refused("logits are not finite"):
         alone(model, [1], 3)
@@ -243,7 +243,7 @@ def test_bf16_weights_continue_a_prompt_that_is_longer_than_the_context(run_fold
     out = printed(words).out
     assert out.startswith(prompt)
     assert len(out) > len(prompt) + 2
-    assert load_sampled_model(options(words)).lm_head.weight.dtype == torch.bfloat16
+    assert load_sampled_model(options(words))[0].lm_head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

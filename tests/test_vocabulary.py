@@ -311,7 +311,7 @@ def test_fewer_tokens_than_asked_are_noted_and_token_files_are_refused(capsys, t
     assert "note: the text yields 282 tokens, not 4,096\n" in capsys.readouterr().err
     np.array([1, 2], dtype=np.uint16).tofile("train.bin")
     for options in ({}, {"vocab_size": None, "characters": True}):
-        with refused("^train.bin: has GPT-2's tokens, and a vocabulary is learned from text; give"):
+        with refused("^train.bin: has GPT-2's tokens, and another vocabulary needs its text; give"):
             written("a.jsonl", "train.bin", **options)
     command = ("data/text.py", "a.jsonl", "--vocab_size", "256")
     done = run_from_nothing(*command, cwd=tmp_path, status=2)

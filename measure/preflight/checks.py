@@ -75,7 +75,7 @@ def findings(config: Config, world: World, estimated: Estimated, folder: Path) -
     is_small = estimated.step_seconds > LONG_STEP
     run = setup(tried_config(config, world, folder, is_small), world)
     with Console(world.rank):
-        read_needed(config, world, val)
+        read_needed(config, world, val, run.vocabulary)
     yield from steps_are_sound(run)  # first, as the next check gathers FSDP's parameters
     yield sees_no_future(run.state.model, world)
     yield from resumes_exactly(run)
