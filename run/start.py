@@ -10,6 +10,7 @@ from checkpoint.names import all_checkpoints, find_folder, run_and_checkpoint, s
 from checkpoint.saved import SavedState, read_state
 from checkpoint.weights import check_given
 from config import FIXED, INITIAL, PATH, THIS_CALL, Config
+from data.vocabulary import GPT2
 from optimizer import note_rate_change
 from options import ARCHITECTURE
 from run.folder import RunFolder
@@ -197,6 +198,10 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> Config
         if name in Config.model_fields and not Config.marks(name, THIS_CALL)
     }
     given = config.model_dump(mode="json", exclude_unset=True)
+    if saved.vocabulary != GPT2:  # in place of these options, also in the run's first call
+        given = {
+            n: value for n, value in given.items() if n not in ("vocab_size", "real_vocab_size")
+        }
     marked = Config.names_marked(ARCHITECTURE, FIXED)
     fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
