@@ -194,7 +194,7 @@ def scored_config(tiny_config, tmp_path):
     return lambda **changes: tiny_config(**options | changes)
 
 
-COLUMNS = ["step", "val_loss", "hellaswag_acc_norm"]
+COLUMNS = ["step", "val_loss", "bits_per_byte", "hellaswag_acc_norm"]
 
 
 def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_config, capsys):
@@ -203,7 +203,11 @@ def test_a_run_is_scored_before_its_steps_every_so_many_and_at_the_end(scored_co
     found = rows(config, "eval.csv")
     assert list(found[0]) == COLUMNS
     steps = {name: [row["step"] for row in found if row[name]] for name in COLUMNS[1:]}
-    assert steps == {"val_loss": [*"035"], "hellaswag_acc_norm": [*"0245"]}
+    assert steps == {
+        "val_loss": [*"035"],
+        "bits_per_byte": [*"035"],
+        "hellaswag_acc_norm": [*"0245"],
+    }
     for name in COLUMNS[1:]:
         assert summary[name] == float(found[-1][name])
     share = float(found[1]["hellaswag_acc_norm"])

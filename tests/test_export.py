@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from checkpoint.weights import build_model, load_model
 from data.tokenizer import SEPARATOR, get_encoding
+from data.vocabulary import GPT2
 from export import export, write_tokenizer
 from inference.sampling import Text, seeded
 from model import GPT, GPTConfig
@@ -128,7 +129,7 @@ def test_a_folder_whose_options_are_not_its_weights_is_refused(changed, said, tm
 
 
 def test_the_tokenizer_in_the_folder_cuts_prompts_as_ours_does_end_of_text_is_one_token(tmp_path):
-    write_tokenizer(tmp_path, 32)
+    write_tokenizer(tmp_path, GPT2, 32)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in (
