@@ -59,7 +59,7 @@ import torch
 from checkpoint.weights import Weights, find_weights, read_weights
 from config import Config
 from data.hellaswag import download
-from data.prepare import prepare_vocabulary
+from data.prepare import prepare_if_missing
 from data.vocabulary import Vocabulary, check_same
 from dataloader import TokenStream, open_corpus
 from inference.hellaswag import read_questions, score
@@ -203,7 +203,7 @@ def open_split(
     Raises UserError on all ranks unless all have the same tokens, of the weights' vocabulary, and
     at least one sequence.
     """
-    vocabulary = world.on_rank0(lambda: prepare_vocabulary(folder))
+    vocabulary = world.on_rank0(lambda: prepare_if_missing(folder))
     check_same(weights.path, weights.vocabulary, folder, vocabulary)
     train, val = world.raise_on_all(
         lambda: open_corpus(

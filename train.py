@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.saved import SavedState
 from checkpoint.weights import build_model
-from data.prepare import prepare_if_missing, prepare_vocabulary
+from data.prepare import prepare_if_missing
 from data.vocabulary import GPT2
 from dataloader import DataLoader, TokenStream, open_corpus, prefetch
 from optimizer import clip_gradients, learning_rate, make_optimizers
@@ -70,7 +70,7 @@ def setup(
     make_repeatable(device)
     folder, vocabulary = Path(config.data_dir) / config.dataset, None
     if batches is None:
-        vocabulary = world.on_rank0(lambda: prepare_vocabulary(folder))
+        vocabulary = world.on_rank0(lambda: prepare_if_missing(folder))
     torch.manual_seed(config.seed)
     config, model = world.raise_on_all(lambda: build_model(config, vocabulary, resumed))
     torch.manual_seed(config.seed + world.rank)  # dropout differs between ranks

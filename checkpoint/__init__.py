@@ -6,6 +6,7 @@ A checkpoint is a folder `<run>/checkpoints/step_<step>/`. Nothing in it is ever
   `transformer.wte.weight`
 - `optimizer.safetensors`: the optimizers' state, `<parameter>/<name>`
 - `checkpoint.json`: the step, the options, the random states and all else that is not a tensor
+- `tokenizer.json`: the corpus's own vocabulary; without it: GPT-2's
 - `SHA256SUMS`: the checksums of these files, which loading verifies (and `sha256sum -c`)
 
 The files are the same with FSDP and without, for any number of ranks. The state of a run is

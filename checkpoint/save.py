@@ -42,11 +42,12 @@ def write_checkpoint(
     with atomic_folder(saved.folder, replace=True) as unfinished:
         text = json.dumps(saved.model_dump(), default=np.ndarray.tolist)  # NumPy's random state
         write_atomic(unfinished / STATE, f"{text}\n")
-        own = [VOCABULARY] if saved.vocabulary.json else []
-        for name in own:
-            write_atomic(unfinished / name, saved.vocabulary.json)
+        names = [*files, STATE]
+        if saved.vocabulary.json:
+            write_atomic(unfinished / VOCABULARY, saved.vocabulary.json)
+            names.append(VOCABULARY)
         with ThreadPoolExecutor() as pool:  # one is hashed while the other is flushed
-            lines = pool.map(write_file, [*files, STATE, *own])
+            lines = pool.map(write_file, names)
         write_atomic(unfinished / SUMS, "".join(lines))
     delete_old(run, keep_last, before=saved.step + 1, protect=saved.folder)
 

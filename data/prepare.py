@@ -13,8 +13,8 @@ from runtime.files import lock_file, sole_writer
 WRITERS = {"pydocs": pydocs.prepare, "shakespeare": shakespeare.prepare}  # of small corpora
 
 
-def prepare_if_missing(folder: Path) -> None:
-    """Write the corpus of `folder` if it is missing and small.
+def prepare_if_missing(folder: Path) -> Vocabulary:
+    """Write the corpus of `folder` if it is missing and small; returns its vocabulary.
 
     Waits for another process that is writing the corpus. Raises TokenFileError if another corpus is
     missing; the message has the command to run, and the nearest name.
@@ -27,7 +27,7 @@ def prepare_if_missing(folder: Path) -> None:
                 log.info(f"preparing {folder}")
                 write(folder)
     if is_there(folder):
-        return
+        return read_vocabulary(folder)
     there = {path.parent.name for path in folder.parent.glob("[!.]*/*.bin")}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.name == "fineweb":
@@ -39,12 +39,6 @@ def prepare_if_missing(folder: Path) -> None:
         f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: "
         f"{script}; or say with --data_dir which folder holds it"
     )
-
-
-def prepare_vocabulary(folder: Path) -> Vocabulary:
-    """Read the vocabulary of a corpus, after `prepare_if_missing`. Raises UserError."""
-    prepare_if_missing(folder)
-    return read_vocabulary(folder)
 
 
 def is_there(folder: Path) -> bool:

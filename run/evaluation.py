@@ -81,7 +81,8 @@ class Evaluation:
         """
         self.figures |= self.run.world.broadcast(self.runlog.evaluations())
         if repeat is not None:
-            self.figures[repeat].pop("val_loss", None)
+            for name in ("val_loss", "bits_per_byte"):
+                self.figures[repeat].pop(name, None)
 
     def validate(self, step: int, last: bool) -> float:
         """Return the validation loss after this step, in nats per token; infinity if there is none.

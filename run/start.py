@@ -197,11 +197,9 @@ def resumed_config(config: Config, saved: SavedState, world_size: int) -> Config
         for name, value in saved.config.items()
         if name in Config.model_fields and not Config.marks(name, THIS_CALL)
     }
-    given = config.model_dump(mode="json", exclude_unset=True)
-    if saved.vocabulary != GPT2:  # in place of these options, also in the run's first call
-        given = {
-            n: value for n, value in given.items() if n not in ("vocab_size", "real_vocab_size")
-        }
+    # A corpus's own vocabulary decides its size, whatever the command gives.
+    decided = {"vocab_size", "real_vocab_size"} if saved.vocabulary != GPT2 else set()
+    given = config.model_dump(mode="json", exclude_unset=True, exclude=decided)
     marked = Config.names_marked(ARCHITECTURE, FIXED)
     fixed = {name: theirs[name] for name in marked if name in theirs}
     if given.get("total_batch_tokens"):
