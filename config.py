@@ -352,11 +352,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
                 f"{world_size} ranks); nearest that work: {nearest}",
             )
 
-    def with_vocabulary(self, size: int) -> Self:
-        """Return the config for `size` tokens; if it pads, to a multiple of 128."""
-        rows = -(-size // 128) * 128 if self.vocab_size > self.n_vocab else size
-        return self.with_options(vocab_size=rows, real_vocab_size=size)
-
     def on_device(self, kind: str, world_size: int) -> Self:
         """Return the config as it acts on this kind of device: with its defaults for None, and a
         safe mode of torch.compile.

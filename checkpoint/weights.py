@@ -64,10 +64,15 @@ def adopt_architecture(config: Config) -> Config:
 
 
 def adopt_vocabulary(config: Config, vocabulary: Vocabulary | None) -> Config:
-    """Return the config with the size of a corpus's own vocabulary."""
-    if vocabulary in (None, GPT2):
+    """Return the config with the size of a corpus's own vocabulary; if it pads, to a multiple of
+    128.
+    """
+    if vocabulary is None or vocabulary == GPT2:
         return config
-    return config.with_vocabulary(vocabulary.size)
+    size = rows = vocabulary.size
+    if config.vocab_size > config.n_vocab:
+        rows = -(-size // 128) * 128
+    return config.with_options(vocab_size=rows, real_vocab_size=size)
 
 
 def build_model(

@@ -18,10 +18,11 @@ from data.tokenizer import SEPARATOR
 from data.vocabulary import BYTES, CHARACTERS, FILE, GPT2, WORDS, Vocabulary, to_json
 from evaluate import EvaluateOptions, evaluate
 from export import export
+from runtime.errors import UserError
 from runtime.start import start
 from sample import SampleOptions
 from sample import main as sample
-from tests.conftest import ALONE, console, end_of, grown, refused, reseal
+from tests.conftest import ALONE, WITH_TEXT, console, end_of, grown, refused, reseal
 from train import train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -211,3 +212,14 @@ def test_a_run_whose_vocabulary_is_not_known_trains_and_makes_no_text(go, corpus
     assert not torch.isnan(load_model("train").lm_head.weight).any()
     with refused("a model of 128 tokens cannot have GPT-2's vocabulary, of 50,257"):
         go(sample_every=3)
+
+
+def test_a_run_without_texts_does_not_need_gpt2s_vocabulary(go, corpus, here, monkeypatch):
+    def unavailable():
+        raise UserError("GPT-2's vocabulary could not be downloaded")
+
+    monkeypatch.setattr("data.vocabulary.get_encoding", unavailable)
+    assert go(**WITH_TEXT, val_fraction=0.1, eval_every=3)["val_loss"] > 0
+    assert console(here).count("note: no bits per byte: GPT-2's vocabulary could not be down") == 1
+    with refused("could not be downloaded"):
+        go(**WITH_TEXT, sample_every=3)
