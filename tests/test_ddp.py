@@ -74,6 +74,9 @@ def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(
         for figure in ("loss", "norm"):
             expected = pytest.approx(column(whole, figure), rel=1e-5, abs=0)
             assert column(config, figure) == expected, config.run_name
+        rates = zip(column(config, "tokens_per_sec"), column(config, "dt_ms"), strict=True)
+        tokens = [rate * ms / 1e3 for rate, ms in rates]
+        assert tokens == pytest.approx([whole.tokens_per_step(1)] * 8, rel=1e-3), "of all ranks"
         load_model(config.run_name, config.log_dir)  # saved under plain names
 
 
