@@ -1,6 +1,7 @@
 """The training loop, in process: a step's arithmetic, a run's log and files, and its ends."""
 
 import csv
+import dataclasses
 import functools
 import itertools
 import json
@@ -275,6 +276,12 @@ def test_what_bf16_costs_is_a_ratio_and_measuring_it_draws_nothing_from_the_rand
     before = torch.get_rng_state()
     assert 0 < slowdown(CPU) < math.inf
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_tokens_of_a_step_are_of_all_ranks(tiny_config):
+    run = setup(tiny_config(batch_size=4), ALONE)
+    of_two = dataclasses.replace(run, world=World(CPU, world_size=2))
+    assert of_two.tokens_per_step == 2 * run.tokens_per_step == 2 * 4 * 32
 
 
 def test_a_run_lists_its_optimizations_and_of_the_others_only_the_ladders_ten():
