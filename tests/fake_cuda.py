@@ -161,11 +161,13 @@ def compute(func, args, kwargs):
     return tree_map_only(Tensor, lambda tensor: known[id(tensor)], result)
 
 
-def attention(q, k, v, dropout_p=0.0, is_causal=False):
+FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attention(q, k, v, dropout_p=0.0, is_causal=False, fused=FOR_CPU):
     """Compute scaled_dot_product_attention by one fused operator, which autocast casts for."""
     if q.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(q, k, v, dropout_p, is_causal)[0]
 
 

@@ -74,9 +74,6 @@ def test_losses_and_norms_do_not_depend_on_how_a_step_is_divided_up(
         for figure in ("loss", "norm"):
             expected = pytest.approx(column(whole, figure), rel=1e-5, abs=0)
             assert column(config, figure) == expected, config.run_name
-        rates = zip(column(config, "tokens_per_sec"), column(config, "dt_ms"), strict=True)
-        tokens = [rate * ms / 1e3 for rate, ms in rates]
-        assert tokens == pytest.approx([whole.tokens_per_step(1)] * 8, rel=1e-3), "of all ranks"
         load_model(config.run_name, config.log_dir)  # saved under plain names
 
 
@@ -187,5 +184,6 @@ def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
     summary = json.loads((folder_of(config) / "summary.json").read_text())
     rate = summary["median_tokens_per_sec"]
     assert rate == pytest.approx(12 * 16 / 0.5)
+    assert column(config, "tokens_per_sec") == pytest.approx([rate] * 4), "of all ranks"
     mfu = summary["flops_per_token"] * rate / 2 / 1e12  # of one rank and 1 TFLOP/s
     assert summary["utilization"] == pytest.approx(mfu)
