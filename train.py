@@ -153,9 +153,8 @@ def setup(
 
 
 def open_data(config: Config, world: World, n_vocab: int) -> tuple[DataLoader, TokenStream]:
-    """Open training batches and validation split; writes a small corpus that is not there yet."""
+    """Open training batches and validation split of a corpus that is there."""
     folder = Path(config.data_dir) / config.dataset
-    world.on_rank0(lambda: prepare_if_missing(folder))
     split, val = world.raise_on_all(
         lambda: open_corpus(folder, config.seq_len, n_vocab, config.val_fraction)
     )

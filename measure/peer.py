@@ -28,6 +28,7 @@ import inspect
 import math
 import sys
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from checkpoint import hugging_face
 from checkpoint.weights import adopt_architecture
+from data.prepare import prepare_if_missing
 from dataloader import DataLoader, prefetch
 from measure.interleaved.side import Step, serve, take_stdout, without_end
 from model import GPT, GPTConfig
@@ -132,6 +134,7 @@ def training_step(peer: str, config: Config, device: torch.device) -> Step:
     """Return a function that takes the next step of the peer's training. Raises UserError."""
     if launch().world_size > 1:
         raise UserError("a peer trains on one rank; leave RANKS out")
+    prepare_if_missing(Path(config.data_dir) / config.dataset)
     config = adopt_architecture(config).on_device(device.type, 1)
     loader, _ = open_data(config, World(device), config.n_vocab)
     model = checked_peer(peer, config, loader).to(device)

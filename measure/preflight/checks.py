@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoint.files import SUMS, own_part
 from config import GRAPHS_RECORDED, Config
+from data.prepare import prepare_if_missing
 from dataloader import DataLoader
 from inference.validation import evaluating
 from measure.preflight.estimate import Estimated
@@ -63,7 +64,9 @@ def check(config: Config, world: World, estimated: Estimated) -> bool:
 
 def findings(config: Config, world: World, estimated: Estimated, folder: Path) -> Iterator[Finding]:
     """Run the checks one by one. `folder`: for checkpoints, on the disk of the run's own."""
+    corpus = Path(config.data_dir) / config.dataset
     try:
+        world.on_rank0(lambda: prepare_if_missing(corpus))
         loader, val = open_data(config, world, config.n_vocab)
     except UserError as error:
         error.add_note("no check was made, only the estimate")
