@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import threading
 import tracemalloc
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ import torch
 import data.token_file
 import dataloader
 from data import pydocs, shakespeare, tokenizer
+from data.ahead import map_ahead
 from data.token_file import count_tokens, header, write_corpus, write_token_file
 from data.vocabulary import GPT2
 from dataloader import DataLoader, TokenStream, open_corpus, permuted, prefetch
@@ -362,6 +364,22 @@ def test_prefetch_yields_every_micro_step_of_every_step_in_order(accumulation):
     ahead = prefetch(loader, CPU, 5)
     for place in itertools.product(range(5, 12), range(accumulation)):
         assert all(map(torch.equal, next(ahead), loader.batch(*place)))
+
+
+def test_reading_ahead_that_is_given_up_does_not_wait_for_its_threads():
+    reading, may_end = threading.Event(), threading.Event()
+
+    def read(place):
+        if place:
+            reading.set()
+            may_end.wait()
+        return place
+
+    ahead = map_ahead(read, range(9), 2, 2)
+    assert next(ahead) == 0
+    reading.wait()
+    ahead.close()  # as the garbage collector does, in whichever thread it runs
+    may_end.set()
 
 
 # ---- tokenizer
