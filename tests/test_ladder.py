@@ -396,13 +396,6 @@ def test_a_stored_ladder_gives_the_same_report_with_later_code(machine, argument
     assert is_the_stored_report(name, machine)
 
 
-def test_every_file_that_the_results_page_names_exists():
-    page = ROOT / "docs/results.md"
-    named = {*re.findall(r"\]\((?!http)([^)#]+)", page.read_text())}
-    assert len(named) > 20
-    assert [path for path in named if not (page.parent / path).exists()] == []
-
-
 def test_the_record_has_the_options_and_the_ranks_of_all_stages():
     words = "speedup --nproc_per_node 2 -- --batch_size 1 --betas 0.8,0.9"
     found = planned(*words.split(), bf16=False, medium=True, gpus=2)

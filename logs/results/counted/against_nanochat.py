@@ -6,6 +6,12 @@
 Both models have the same weights and tokens, in fp32 on a small shape. nanochat's trains with
 PyTorch's own AdamW and Muon, and takes this project's epsilon in norms and its cosines, which it
 would round to bf16 (-O: it asserts that they are).
+
+On 2 cores of an AMD EPYC with avx512_bf16, 2026-11-28:
+
+    logits differ by 9.5e-07 at most
+    gradients differ by 5.6e-07 of their norm at most
+    losses of 20 steps of AdamW and Muon differ by 3.9e-04 at most
 """
 
 from typing import Any
