@@ -13,7 +13,10 @@ from measure.interleaved.ratio import median_ratio
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *DOCS.glob("*.md"), ROOT / "logs/reference/README.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "logs/reference/README.md", "docs/index.html")),
+    *DOCS.glob("*.md"),
+]
 FACTOR = re.compile(r"[\d.]+ \([\d.]+ to [\d.]+\)(?:, (?:no difference|unclear))?")
 LINK = re.compile(r"""\]\((?!http)([^)\s]*)\)|(?:src|href)="(?!http|data:)([^"]*)\"""")
 
@@ -35,6 +38,7 @@ def test_the_links_of_a_page_resolve(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
+        assert page.suffix != ".html" or DOCS in target.parents, link  # GitHub Pages serves docs/
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
 
 
