@@ -1,7 +1,9 @@
-"""The ladder's page: its numbers are results.csv's, its code is the recipe's, and a browser shows
-it without errors and without a network.
+"""The pages: their numbers are those of results.csv and ladder.json, their code is the recipe's,
+and a browser shows them without errors and without a network.
 """
 
+import html
+import itertools
 import json
 import math
 import re
@@ -11,104 +13,145 @@ import pytest
 
 from config import load_config
 from measure.ladder.explain import card_of, code_at, explained
-from measure.ladder.report import FIGURES
+from measure.ladder.record import LIMITS
 from measure.report.estimate import Estimate
-from measure.report.report import Figure, Report, Row, curve_of, write_report
+from measure.report.pictures import pair_of
+from measure.report.report import Figure, Report, Row, write_report
 from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import project_files
 from tests.conftest import ROOT
 from tests.test_ladder import EPYC, RESULTS, climb, table
 
-SPEEDUP = ["baseline", *(f"speedup{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]
-# the figures of a report without a ladder
-SIDES = [Figure("side", "side"), Figure("ours_over", "ours over it", "", "speed", bar=True)]
 VISIBLE = "parts => parts.filter(part => part.checkVisibility({visibilityProperty: true})).length"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
 
 
-@pytest.fixture(scope="module")
-def ladder(tmp_path_factory):
-    """The folder of our own speedup ladder, up to speedup10, as another machine would have it."""
-    folder = tmp_path_factory.mktemp("logs") / "speedup"
+@pytest.fixture(scope="module", params=[("h200", "gpu_ms"), ("h200", "speedup"), (EPYC, "speedup")])
+def ladder(request, tmp_path_factory):
+    """The folder of a ladder of ours, as another machine would have it."""
+    machine, name = request.param
+    folder = tmp_path_factory.mktemp("logs") / name
     folder.mkdir()
-    text = (RESULTS / EPYC / "speedup/ladder.json").read_text()
-    record = json.loads(text.replace("AMD EPYC,", "a <made-up> machine,"))
-    record["stages"] = {name: record["stages"][name] for name in SPEEDUP}
-    (folder / "ladder.json").write_text(json.dumps(record))
-    climb("speedup", "--report_only", "--log_dir", str(folder.parent))
+    text = (RESULTS / machine / name / "ladder.json").read_text()
+    (folder / "ladder.json").write_text(text.replace("AMD EPYC,", "a <made-up> machine,"))
+    climb(name, "--report_only", "--log_dir", str(folder.parent))
     return folder
 
 
-def test_every_number_on_the_page_is_that_of_the_results(ladder):
-    page = (ladder / "report.html").read_text()
-    rows = table(ladder / "results.csv")
-    assert re.findall(r'<article id="stage-(\w+)"', page) == SPEEDUP
-    for name, article in zip(SPEEDUP, page.split("<article ")[1:], strict=True):
-        shown = [float(value) for value in re.findall(r'<data [^>]*value="([^"]*)"', article)]
-        has = {column for column, text in rows[name].items() if text} - {"stage", "base"}
-        bars = [f.name for f in FIGURES if f.bar and f.name in has and name != "baseline"]
-        columns = [*bars, *(f.name for f in FIGURES if not f.bar and f.name in has)]
-        assert {"tokens_per_sec", "final_loss", "predicted_memory", "over_first"} < {*columns}
-        assert "over_base" in columns or name == "baseline"
-        assert shown == [float(rows[name][column]) for column in columns]
-    curves = json.loads(re.search(r'id="curves">(.*?)</script>', page, re.DOTALL)[1])
-    assert len(curves) == len(SPEEDUP)
-    assert curves[1]["tokens"][:2] == [1024, 2048]
-    seconds = curves[1]["seconds"]
-    assert seconds[0] == pytest.approx(float(rows["speedup1"]["first_step_s"]))
-    assert seconds == sorted(seconds)  # the first step, which compiles, takes longest
-    assert "a &lt;made-up&gt; machine" in page
+def numbers_in(html):
+    """The numbers that a part of a page shows."""
+    shown = re.sub(r"<svg.*?</svg>|<[^>]*>", " ", html, flags=re.DOTALL).replace(",", "")
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w-])", shown)
 
 
-def test_the_view_has_a_row_for_each_stage_with_the_factors_of_the_results(ladder):
+def sources(rows, record, name):
+    """The numbers of a stage and of its base that its card may show."""
+    found = list[float]()
+    tokens = {row["tokens_per_step"] for row in rows.values()}
+    for row in (rows[name], rows[rows[name]["base"]]):
+        share = 1.0 if len(tokens) == 1 else 1024 / int(row["tokens_per_step"])
+        figures = [text for column, text in row.items() if text and column not in ("stage", "base")]
+        found += [float(text) for text in figures if text not in ("fp16", "fp32")]
+        found += [float(row["ms_per_step"]) * share, 100 * float(row["utilization"] or 0)]
+        if guess := record["predicted"]["stages"].get(row["stage"]):
+            parts = [guess[limit] for limit in LIMITS]
+            found += [1e3 * share * seconds for seconds in (*parts, sum(parts))]
+    return found
+
+
+def test_every_figure_of_a_stage_is_that_of_the_results(ladder):
     page = (ladder / "report.html").read_text()
-    rows = table(ladder / "results.csv")
-    shown = re.findall(r'<a class="row" href="#stage-(\w+)">(.*?)</a>', page, re.DOTALL)
-    assert [name for name, _ in shown] == SPEEDUP
-    places = []  # value and position of all ends and marks
-    for name, line in shown:
-        marks = re.findall(
-            r'data-figure="(\w+)" data-value="(.*?)" data-low="(.*?)" data-high="(.*?)">'
-            r'\s*<line.* x1="(.*?)%" x2="(.*?)%".*\s*<use.* x="(.*?)%"',
-            line,
-        )
-        row, values = rows[name], [[*map(float, numbers)] for _, *numbers in marks]
-        assert [figure for figure, *_ in marks] == [
-            f.name for f in FIGURES if f.bar and row[f.name] and name != "baseline"
+    rows, record = table(ladder / "results.csv"), json.loads((ladder / "ladder.json").read_text())
+    lines = dict(re.findall(r'<a class="row" href="#(\w+)"(.*?)</a>', page, re.DOTALL))
+    cards = page.split('<details class="card" id="')[1:]
+    assert [card.partition('"')[0] for card in cards] == [*rows][1:]
+    assert lines.keys() == {*[*rows][1:]}
+    for name, card in zip([*rows][1:], cards, strict=True):
+        row, known = rows[name], sources(rows, record, name)
+        assert f'data-factor="{float(row["over_base"])}"' in lines[name]
+        assert f'data-predicted="{row["predicted_over_base"]}"' in lines[name]
+        big = card[card.index('class="big') :]
+        texts = [
+            re.sub(r'<span class="name">.*?</span>|95%', "", lines[name], flags=re.DOTALL),
+            re.sub(r"before \(.*?<small>|95% confidence", "", big[: big.index("<h3>Why")]),
+            re.sub(
+                "1,024 tokens|after .* steps",
+                "",
+                big[big.index("<h3>Where") :].split("</table>")[0],
+            ),
         ]
-        for (figure, *_), (value, low, high, start, end, middle) in zip(marks, values, strict=True):
-            ends = [row.get(f"{figure}_{end}") or row[figure] for end in ("low", "high")]
-            assert [value, low, high] == [*map(float, (row[figure], *ends))]
-            places += [(low, start), (value, middle), (high, end)]
-        assert name == "baseline" or f" over {row['base']}</small>" in line
-    assert {*rows["speedup3"]} > {"over_base_low", "published_over_base", "predicted_over_base"}
-    (least, left), (most, right) = min(places), max(places)
-    for value, place in places:
-        share = math.log(value / least) / math.log(most / least)
-        assert place == pytest.approx(left + share * (right - left), abs=0.02)
-    assert 0 < left < right < 100
+        shown = [number for text in texts for number in numbers_in(text.partition(">")[2])]
+        assert len(shown) > 15
+        strange = [
+            number
+            for number in shown
+            if not any(f"{value:.{len(number.partition('.')[2])}f}" == number for value in known)
+        ]
+        assert strange == []
+        assert numbers_in(big)[0] == f"{float(row['over_base']):.2f}"
 
 
-def test_reports_without_a_ladder_have_the_view_too(tmp_path):
-    factor = Estimate(0.5, 0.4, 0.6)
-    rows = [Row("ours", {"ours_over": Estimate(1.0)}), Row("a peer's", {"ours_over": factor})]
-    write_report(Report(tmp_path, "Beside peers", SIDES, rows))
-    page = (tmp_path / "report.html").read_text()
-    assert 'data-figure="ours_over" data-value="0.5" data-low="0.4" data-high="0.6"' in page
-    places = [*map(float, re.findall(r' x[12]?="([^"]*)%"', page.split("data-figure", 1)[1]))]
-    assert len(places) >= 3
-    assert all(0 < place < 100 for place in places)
-    assert 'href="#stage-a%20peer%27s"' in page
-    assert 'id="stage-a peer&#39;s"' in page
+def test_the_summary_is_that_of_the_results_and_is_everywhere_the_same(ladder, capsys):
+    rows = table(ladder / "results.csv")
+    first = next(iter(rows.values()))
+    changing = [row for row in rows.values() if not 0.95 <= float(row["over_base"]) <= 1.05]
+    best = max(changing, key=lambda row: float(row["over_first"]))
+    page, text = ((ladder / f"report.{kind}").read_text() for kind in ("html", "md"))
+    headline = re.search("<title>(.*)</title>", page)[1]
+    total = float(best["over_first"])
+    assert headline.startswith(f"{total:.{1 if total >= 10 else 2}f} times as fast on a")
+    assert page.count(headline) >= 3  # its heading, and the link's preview
+    assert f"**{html.unescape(headline)}**" in text
+    assert f"![{html.unescape(headline)}](first.svg)" in text
+    assert headline in (ladder / "first.svg").read_text()
+    climb(ladder.name, "--report_only", "--log_dir", str(ladder.parent))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(html.unescape(headline))
+    assert last.partition(": ")[2] in text
+    how = (
+        "the product of the interleaved factors"
+        if best["over_first_low"]
+        else "a ratio of two single"
+    )
+    assert how in last
+    memory = float(best["peak_memory_mb"]) / float(first["peak_memory_mb"])
+    assert f"{float(best['tokens_per_sec']):,.0f} tokens a second" in text
+    assert f"{memory:.2f} of the memory" in text
 
 
 def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):
     page = (ladder / "report.html").read_text()
-    assert len(page) < 1.5e6
+    assert len(page) < 0.3e6
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", page)
+    assert ("made-up" in page) == ("&lt;made-up&gt;" in page)
+
+
+def test_a_report_without_a_ladder_has_a_page_with_its_table_and_its_picture(tmp_path):
+    figures = [Figure("side", "side"), Figure("ours_over", "ours over it", "", "speed", bar=True)]
+    row = Row("a peer's", {"ours_over": Estimate(0.5, 0.4, 0.6)})
+    write_report(Report(tmp_path, "Beside peers", figures, [row], bars="peers.svg"))
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>a peer&#39;s</td><td>0.50 (0.40 to 0.60)</td>" in page
+    assert page.count('src="data:image/svg+xml;base64,') == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "ends"),
+    [
+        ({1: 5.0, 2: 4.0, 3: 3.0}, {1: 5.0, 2: 4.0, 3: 3.0}, ["3.000, as before"]),
+        ({1: 5.0, 2: 4.0, 3: 3.0}, {1: 5.0, 2: 4.0, 3: 3.1}, ["3.100 before", "3.000 with it"]),
+        ({1: 5.0, 2: math.inf}, {1: 5.0, 2: 4.0}, ["4.000 before", "inf with it"]),
+        ({1: 5.0}, {}, ["nan before", "5.000 with it"]),
+    ],
+)
+def test_a_curve_beside_its_bases_is_labelled_at_its_end(own, base, ends):
+    pair = pair_of(own, base, "loss")
+    assert [text for _, _, text in pair.labels] == ends
+    heights = [height for _, height, _ in pair.labels]
+    assert all(abs(a - b) >= 13 for a, b in itertools.pairwise(heights))
 
 
 def test_all_code_that_a_yaml_names_is_there():
@@ -144,11 +187,12 @@ def test_a_long_function_is_cut_and_what_is_gone_or_not_unique_is_left_out():
 
 @pytest.mark.parametrize("path", project_files("configs/speedup*.yaml"), ids=lambda path: path.stem)
 def test_the_first_line_of_a_yaml_is_its_title(path):
-    title, why = explained(path)
-    assert 3 < len(title) < 60, title
+    title, why, elsewhere = explained(path)
+    assert 3 < len(title) <= 28, title
     assert not title.endswith(".")
     assert why[0]
-    assert "Code:" not in "".join(why)
+    assert elsewhere[0].startswith("Published")
+    assert "Code:" not in "".join(why + elsewhere)
 
 
 def card(stage, base):
@@ -158,16 +202,16 @@ def card(stage, base):
 def test_a_stage_over_an_earlier_one_is_named_so_unless_what_is_between_costs_no_time():
     assert card("speedup6_flash", "speedup5").title == "Flash attention"
     assert card("speedup5", "speedup3").title == "torch.compile"
-    assert card("speedup6", "baseline").title == "A batch of 6, and all before it"
+    assert card("speedup6", "baseline")[:2] == ("A batch of 6", "all before it")
 
 
 def test_a_stage_that_changes_two_things_names_both_and_has_the_options_and_code_of_both():
     both = card("speedup6", "speedup5_max_autotune")
-    assert both.title == "Flash attention, and a batch of 6"
+    assert (both.title, both.also) == ("Flash attention", "a batch of 6")
     assert both.yaml == "flash: true\nbatch_size: 6\n"
     assert any("scaled_dot_product_attention" in text for _, _, text in both.code)
     assert both.why[0].startswith("softmax(QK^T)V in one kernel")
-    assert any(reason.startswith("Published log (RTX 3080)") for reason in both.why)
+    assert any(text.startswith("Published log (RTX 3080)") for text in both.elsewhere)
 
 
 def test_a_config_that_needs_the_options_of_its_ladder_has_a_card(tmp_path):
@@ -204,47 +248,55 @@ def tab(browser):
     assert (errors, requests) == ([], [page])
 
 
-def test_a_browser_shows_it_and_it_answers(tab, ladder):
+def test_guessing_hides_the_factors_and_ends_with_a_score(tab, ladder):
+    rows = table(ladder / "results.csv")
     tab.goto((ladder / "report.html").as_uri())
-    assert tab.locator("#chart canvas").count() == 1
-    labels = tab.locator(".u-series").count()
-    tab.get_by_text("Choose curves").click()
-    tab.locator(".pick").first.uncheck()
-    assert tab.locator(".u-series").count() == labels - 1
-    tab.get_by_role("button", name="over seconds").press("Enter")
-    assert tab.get_by_role("button", name="over seconds").get_attribute("aria-pressed") == "true"
-    tab.get_by_role("button", name="Guess first").click()
-    figures, view = tab.locator("#stage-speedup2 .figures"), tab.locator("a.row .factor data")
-    assert not figures.is_visible()
-    assert view.evaluate_all(VISIBLE) == 0
-    tab.locator("#stage-speedup2 .guess-button").click()
-    assert figures.is_visible()
-    assert view.evaluate_all(VISIBLE) == 1
-    assert not tab.locator("#stage-speedup3 .figures").is_visible()
+    tab.get_by_role("button", name="Guess first").press("Enter")
+    secrets = tab.locator(".secret")
+    assert secrets.evaluate_all(VISIBLE) == 0
+    assert "times as fast on" in tab.locator("h1").inner_text()
+    assert not re.search(r"\d\.\d", tab.locator("h1").inner_text())
+    asked = tab.locator(".stairs > a.row")
+    for i in range(asked.count()):
+        name = asked.nth(i).get_attribute("data-stage")
+        field = asked.nth(i).locator("input")
+        field.fill(rows[name]["over_base"])
+        field.press("Enter")
+        assert asked.nth(i).locator("b").is_visible()
+    n = asked.count()
+    assert (
+        tab.locator("#score")
+        .inner_text()
+        .startswith(f"Within 25%: you {n} of {n}, the prediction ")
+    )
+    assert tab.locator(".stairs .secret").evaluate_all(VISIBLE) > 4 * n
 
 
-def test_the_view_leads_to_the_cards(tab, ladder):
+def test_a_row_opens_its_card_with_the_code(tab, ladder):
     tab.goto((ladder / "report.html").as_uri())
-    folded = tab.locator("article details > p, article details > pre")
-    assert folded.evaluate_all(VISIBLE) == 0
-    shown = tab.locator("body").inner_text()
-    assert shown.count("a <made-up> machine") == 1
-    assert "733cfaa" not in shown  # the commit
-    tab.locator("a.row").nth(3).click(position={"x": 3, "y": 3})
-    card = tab.locator(f"#stage-{SPEEDUP[3]}")
-    assert card.evaluate("card => card.matches(':target')")
-    code = card.locator("pre").all_inner_texts()
-    assert any("bf16: true" in text for text in code)
-    assert any("torch.autocast" in text for text in code)
-    assert card.locator("canvas").count() == 0
-    card.get_by_text("Loss curve").click()
-    card.locator("canvas").wait_for()
+    assert tab.locator(".card[open]").count() == 0
+    assert "dirty" not in tab.locator("body").inner_text()  # the commit
+    tab.locator(".stairs > a.row").nth(1).press("Enter")
+    opened = tab.locator(".card[open]")
+    opened.wait_for()
+    assert "autocast" in " ".join(opened.locator("pre").all_inner_texts())
+    assert opened.locator("polyline").count() == 2
+    tab.get_by_role("button", name="Open all").press("Enter")
+    assert tab.locator(".card[open]").count() == tab.locator(".card").count()
 
 
-def test_curves_without_times_or_with_an_infinite_loss_are_drawn(tab, tmp_path):
-    curves = [curve_of("NaN, [Infinity]", {1: 5.0, 2: math.nan, 3: math.inf}, 7, {})]
-    write_report(Report(tmp_path, "Curves", SIDES, [Row("any", {})], curves=curves))
-    tab.goto((tmp_path / "report.html").as_uri())
-    assert tab.locator("#chart canvas").count() == 1
-    assert tab.locator(".axis").all_inner_texts() == ["over steps", "over tokens"]
-    assert "NaN, [Infinity]" in tab.locator(".u-legend").inner_text()
+def test_the_page_is_copied_as_markdown(tab, ladder):
+    tab.goto((ladder / "report.html").as_uri())
+    copied = tab.evaluate("document.getElementById('markdown').content.textContent")
+    tab.get_by_role("button", name="Copy as Markdown").click()
+    tab.get_by_role("button", name="Copied").wait_for()
+    headline = copied.strip().splitlines()[0]
+    assert headline.strip("*") == tab.title()
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+def test_nothing_is_wider_than_the_screen(tab, ladder, width):
+    tab.set_viewport_size({"width": width, "height": 800})
+    tab.goto((ladder / "report.html").as_uri())
+    tab.get_by_role("button", name="Open all").click()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width

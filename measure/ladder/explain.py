@@ -22,12 +22,15 @@ CHANGE_SPEED = (
 Code = tuple[str, int, str]  # file, line, text
 CODE = "# Code: "  # begins a line that names code, in the comment of a YAML
 MOST_LINES = 25  # of a function on a card
+GPT2 = "GPT-2 (124M)"
+RESULTS = ("Published", "The record", "Here (")
+NAMES = {"Muon"}  # first words of titles that keep their capital
 
 
 def card_of(name: str, file: Path, base: Path) -> Card:
     """Explain the stage of a config over the stage of another one."""
-    title, why = explained(file)
-    title, below = title or name, bases(file)
+    title, why, others = explained(file)
+    title, also, below = title or name, "", bases(file)
     skipped = [
         path
         for path in (below[: below.index(base)] if base in below else [])
@@ -38,38 +41,48 @@ def card_of(name: str, file: Path, base: Path) -> Card:
         title, why = "The same again", ["At most its seed differs: its factor is noise (A/A)."]
     elif len(skipped) == 1:  # two changes at once: the title names both
         files = [*skipped, file]
-        before, why_before = explained(skipped[0])
-        title = f"{before}, and {re.sub('^A ', 'a ', title)}"
-        why = [*why_before, *why]
+        before, why_before, others_before = explained(skipped[0])
+        title, also = before, lowered(title)
+        why, others = [*why_before, *why], [*others_before, *others]
     elif skipped:
-        title += ", and all before it"
+        also = "all before it"
     # the options alone, without the base and the comment above them
     texts = [path.read_text(encoding="utf-8") for path in files]
     yaml = "".join(re.sub(r"(?m)^(#.*|base:.*)?\n", "", text) for text in texts)
     code = [*dict.fromkeys(itertools.chain(*map(code_of, files)))]
-    return Card(title, why, yaml, code)
+    return Card(title, also, why, others, yaml, code)
+
+
+def lowered(title: str) -> str:
+    """Return a title as it is written within a sentence: `a batch of 6`, `TF32`."""
+    first = title.split(" ")[0]
+    is_name = first in NAMES or first[1:] != first[1:].lower()
+    return title if is_name else title[:1].lower() + title[1:]
 
 
 def card_of_stage(stage: Stage) -> Card:
     """Explain a stage over its base, with the values that ran in place of those in the YAML."""
     card = card_of(stage.name, file_with_effect(stage), (stage.base or stage).file)
-    title, yaml, config = card.title, card.yaml, stage.config
-    if not is_124m(config):
-        small = f"GPT-2 ({config.n_layer} layers, width {config.n_embd})"
-        title = title.replace("GPT-2 (124M)", small)
+    title, also, yaml, config = card.title, card.also, card.yaml, stage.config
+    title = title.replace(GPT2, model_of(config))
     given = {re.sub("^--(no-)?|=.*", "", word) for word in stage.options}
     ran = config.model_dump(mode="json", include=given)
     for name, value in re.findall(r"(?m)^(\w+): *([^#\n]+?) *$", yaml):
         here = json.dumps(ran.get(name, value)).strip('"')
         if here != value:
             yaml = yaml.replace(f"{name}: {value}", f"{name}: {here}  # in the YAML {value}")
-            title = re.sub(rf"(?<!\S){re.escape(value)}(?!\S)", here, title)  # not in GPT-2
-    return card._replace(title=title, yaml=yaml, ran=", ".join(what_ran(stage)))
+            # a number in a title, but not the one in GPT-2
+            title, also = (
+                re.sub(rf"(?<!\S){re.escape(value)}(?!\S)", here, text) for text in (title, also)
+            )
+    return card._replace(title=title, also=also, yaml=yaml)
 
 
-def is_124m(config: Config) -> bool:
-    """True if the model has the layers and the width of GPT-2 (124M)."""
-    return (config.n_layer, config.n_embd) == (12, 768)
+def model_of(config: Config) -> str:
+    """Name a model by its layers and its width: `GPT-2 (124M)`, `GPT-2 (4 layers, width 256)`."""
+    if (config.n_layer, config.n_embd) == (12, 768):
+        return GPT2
+    return f"GPT-2 ({config.n_layer} layers, width {config.n_embd})"
 
 
 def file_with_effect(stage: Stage) -> Path:
@@ -108,8 +121,9 @@ def all_that_ran(stages: Sequence[Stage]) -> str:
     return "; ".join([", ".join(first), *differing])
 
 
-def explained(file: Path) -> tuple[str, list[str]]:
-    """Return the title of a YAML, its first line, and the paragraphs of the comment below it.
+def explained(file: Path) -> tuple[str, list[str], list[str]]:
+    """Return the title of a YAML, its first line, and the paragraphs of the comment below it: those
+    that explain it, and those with results, from the first that begins as RESULTS do.
 
     A bare `#` separates paragraphs; lines that name code are left out.
     """
@@ -117,7 +131,10 @@ def explained(file: Path) -> tuple[str, list[str]]:
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     words = [line.lstrip("# ") for line in comment if not line.startswith(CODE)]
     title, _, rest = "\n".join(words).partition("\n")
-    return title.removesuffix("."), [" ".join(p.split()) for p in rest.split("\n\n") if p.strip()]
+    paragraphs = [" ".join(part.split()) for part in rest.split("\n\n") if part.strip()]
+    starts = (i for i, text in enumerate(paragraphs) if text.startswith(RESULTS))
+    start = next(starts, len(paragraphs))
+    return title.removesuffix("."), paragraphs[:start], paragraphs[start:]
 
 
 def code_of(file: Path) -> list[Code]:

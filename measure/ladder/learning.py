@@ -19,7 +19,7 @@ from measure.ladder.results import Result, look_up, write_results
 from measure.ladder.stages import Stage
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import Figure, Report, Row, curve_of
+from measure.report.report import Figure, Report, Row
 
 Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
 Results = Mapping[Stage, Sequence[Result]]  # one result per seed
@@ -35,7 +35,7 @@ BRACKETS = (
 )
 
 
-def figures_of_shares(over: str, to: str, reached: str, than: str) -> list[Figure]:
+def figures_of_shares(to: str, reached: str, than: str) -> list[Figure]:
     """Return the columns of `shares`, in the words of one table."""
     return [
         Figure(
@@ -43,16 +43,12 @@ def figures_of_shares(over: str, to: str, reached: str, than: str) -> list[Figur
             f"tokens to {to}",
             meaning=f"the share of all tokens after which {reached}, on straight lines between "
             "evaluations; geometric mean over the seeds; empty if a seed never does",
-            bar=True,
-            over=over,
         ),
-        Figure("speed", "speed", meaning=f"tokens/s over {than}", over=over),
+        Figure("speed", "speed", meaning=f"tokens/s over {than}"),
         Figure(
             "time_share",
             f"time to {to}",
             meaning="the share of tokens over the speed, with the intervals of both combined",
-            bar=True,
-            over=over,
         ),
     ]
 
@@ -70,11 +66,9 @@ FIGURES = [
         "lower than base's by",
         ".4f",
         f"the mean difference from the stage that it changes, seed by seed; {NOISE}",
-        over="base",
     ),
     Figure("base", "base"),
     *figures_of_shares(
-        "first",
         "the first's loss",
         "a stage reaches the first stage's final loss",
         "the first stage's",
@@ -88,10 +82,8 @@ WORTH = [
         ".4f",
         "the mean difference of the final validation loss from all but this one to all, in nats "
         f"per token; {NOISE}",
-        over="all but it",
     ),
     *figures_of_shares(
-        "all but it",
         "the loss without it",
         "all reach the final loss of all but it",
         "those with all but it",
@@ -282,17 +274,12 @@ def write_losses(record: Record, results: Results, report: Report) -> None:
     about += dict.fromkeys(summary.about for summary in summaries)
     about += dict.fromkeys(f"speeds: {c.place}, commit {c.git}, {c.date}" for c in timed)
     means = {s.name: mean_of(found) for s, each in results.items() if (found := losses_of(each))}
-    titles = {row.name: row.title for row in report.rows}
     report = dataclasses.replace(
         report,
         ran=all_that_ran([stage for stage in results if stage.name in means] or [*results]),
         about=about,
-        pictures={"learning.svg": "validation losses"},
-        curves=[
-            curve_of(titles.get(name, name), losses, first.tokens_per_step, {})
-            for name, losses in means.items()
-        ],
-        learns=True,
+        pictures={"learning.svg": "validation losses"} if report.rows else {},
     )
+    if report.rows:
+        draw_panels(record.folder / "learning.svg", {"validation": means})
     write_results(record, all_results, [*summaries, *timed], report)
-    draw_panels(record.folder / "learning.svg", {"validation": means})

@@ -5,61 +5,72 @@ import functools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
-from measure.ladder.explain import all_that_ran, card_of, card_of_stage, is_124m
+from measure.ladder.explain import all_that_ran, card_of, card_of_stage, model_of
 from measure.ladder.published import REFERENCE, factor, published, published_factor
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import LIMITS, Record, Run, curve, read_columns
-from measure.ladder.results import Result, look_up, shortened, write_results
+from measure.ladder.results import (
+    Result,
+    look_up,
+    shortened,
+    write_results,
+)
 from measure.ladder.stages import Stage, series, series_folder
+from measure.ladder.staircase import draw_staircase, markdown_of, staircase_of, summarize
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import PEAK_MEMORY, Figure, Report, Row, curve_of, write_report
-from measure.report.steps import StepTime, draw_steps
+from measure.report.report import INTERVALS, PEAK_MEMORY, Figure, Report, Row, write_report
 from run.log import EVAL_COLUMNS
 from runtime.errors import UserError, in_a_line
 
 Done = Sequence[tuple[Stage, Run]]  # the finished stages
+TOTAL = "fastest over first"  # name of this comparison in the record
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 # figures of a run's summary in its row; final_loss is missing if the last step was skipped
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
-over_base = functools.partial(Figure, bar=True, over="base")  # a factor, drawn as a bar
+bar = functools.partial(Figure, bar=True)
 FIGURES = [
     Figure("stage", "stage"),
-    over_base(
+    Figure(
         "over_base",
-        "x base",
+        "over base",
         meaning="tokens/s over those of its base, the stage that it changes (or the stage before, "
         "if that one is not in this ladder)",
     ),
-    over_base(
+    Figure(
         "predicted_over_base",
         "predicted",
         ".2f",
-        "x base, computed before it was timed from counted work and this machine's rates "
-        "(docs/why.md)",
+        "the speed over its base, computed before it was timed, from counted work and this "
+        "machine's rates (docs/why.md)",
     ),
-    over_base(
+    Figure(
         "published_over_base",
         "published",
         ".2f",
-        "x base in the published times, on the publisher's GPU. The speedup ladder's times from "
-        "speedup1 on are not compared: they were read without waiting for the GPU. ddp was "
-        "published for two RTX 4090",
+        "the speed over its base in the published times, on the publisher's GPU. The speedup "
+        "ladder's times from speedup1 on are not compared: they were read without waiting for the "
+        "GPU. ddp was published for two RTX 4090",
     ),
-    over_base("a100_over_base", "A100", ".2f", "x base of the same step in the a100 series"),
+    Figure(
+        "a100_over_base",
+        "A100",
+        ".2f",
+        "the speed over its base in the same step in the a100 series",
+    ),
     Figure(
         "over_first",
-        "x first",
+        "over first",
         meaning="tokens/s over those of the first stage: with an interval, the product of "
         "interleaved factors; without one, the ratio of the two runs",
-        over="first",
+        is_total=True,
     ),
     PEAK_MEMORY,
     Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
@@ -165,28 +176,24 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def total_of(rows: Sequence[Row]) -> str:
-    """Return a sentence on the last stage's speed over the first's; empty with one stage."""
-    if len(rows) < 2 or rows[-1].values["over_first"] is None:
-        return ""
-    first, last = rows[0], rows[-1]
-    total = last.values["over_first"]
-    tokens = [row.values["tokens_per_step"] for row in (first, last)]
-    how = "the ratio of two single runs"
-    if total.low is not None:
-        is_one = last.base == first.name
-        how = "interleaved" if is_one else "the product of the interleaved factors"
-    if tokens[0] != tokens[1]:
-        how += f", at {tokens[0]:,} and {tokens[1]:,} tokens a step"
-    verdict = f", {total.verdict}" if total.verdict else ""
-    times = f"{total}".removesuffix(verdict)
-    text = f"{last.name} trains {times} times as fast as {first.name}{verdict} ({how})"
-    factors = [(row.values["over_base"], row.title) for row in rows]
-    faster = [(factor, title) for factor, title in factors if factor and factor.ends[0] > 1]
-    if faster:
-        factor, title = max(faster, key=lambda pair: pair[0].value)
-        text += f"; most: {title}, {factor}"
-    return text
+def fastest_over_first(results: Sequence[Result]) -> Stage | None:
+    """Return the fastest stage that changes the speed, with the first one as its base, to
+    interleave the two; None if no stage is faster, or if the fastest takes other tokens a step.
+    """
+    speeds = speeds_of(results)
+    known = {
+        result.stage: speed.over_first.value
+        for result in results
+        if (speed := speeds.get(result.stage.name))
+        and speed.over_first
+        and not (result.stage.base and speed.over_base and speed.over_base.is_about_one)
+    }
+    if not known:
+        return None
+    first, fastest = next(iter(known)), max(known, key=lambda stage: known[stage])
+    if fastest is first or fastest.tokens_per_step != first.tokens_per_step:
+        return None
+    return fastest if fastest.base is first else replace(fastest, comparison=TOTAL, base=first)
 
 
 def mean_difference(ours: Curve, theirs: Curve) -> float | None:
@@ -205,43 +212,63 @@ def published_curve(stage: Stage, column: str = "loss") -> Curve:
 
 
 def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
-    """Report the finished stages, with speed.svg, loss.svg and steps.svg.
+    """Report the finished stages, with first.svg and loss.svg.
 
     Raises TrainingError if none is finished.
     """
     results = [look_up(record, stage) for stage in stages]
     rows = rows_of(results)
     done = [(result.stage, result.run) for result in results if result.run]
-    curves, panels = curves_of(done, rows)
-    if panels:
-        draw_panels(record.folder / "loss.svg", panels)
-    draw_times(record.folder, done, rows)
     is_quick = ladder.endswith(SUFFIX)  # its model is not the published one
     name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
-    small = ", with a small model" if is_quick and not is_124m(stages[0].config) else ""
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
-    write_results(
-        record,
-        results,
-        [
-            *(run.summary for _, run in done),
-            *(result.comparison for result in results if result.run and result.comparison),
-        ],
-        Report(
-            record.folder,
-            "A ladder" if ladder == "ladder" else f"The {name} ladder{small}",
-            FIGURES,
-            rows,
-            ran=all_that_ran([stage for stage, _ in done] or stages),
-            result=total_of(rows),
-            remarks=[] if is_quick else without_published(done, options),
-            about=about_runs(done, options),
-            pictures={"loss.svg": "loss curves, measured over published"} if panels else {},
-            bars="speed.svg",
-            curves=curves,
-        ),
+    report = Report(
+        record.folder,
+        "A ladder" if ladder == "ladder" else f"The {name} ladder",
+        FIGURES,
+        rows,
+        ran=all_that_ran([stage for stage, _ in done] or stages),
+        remarks=[] if is_quick else without_published(done, options),
+        about=about_runs(done, options),
+        meaning=INTERVALS,
+    )
+    if rows:
+        command = f"python ladder.py {ladder.replace(SUFFIX, ' --quick')}"
+        report = with_pictures(report, record, results, command)
+    comparisons = [result.comparison for result in results if result.run and result.comparison]
+    write_results(record, results, [*(run.summary for _, run in done), *comparisons], report)
+
+
+def with_pictures(
+    report: Report, record: Record, results: Sequence[Result], command: str
+) -> Report:
+    """Return the report of a ladder with its summary, its page and its pictures, which are drawn
+    here: the staircase, and losses beside published ones.
+    """
+    pair = fastest_over_first(results)
+    total = look_up(record, pair).comparison if pair else None
+    stairs = staircase_of(results, report.rows, total.ratio() if total else None)
+    done = [result.stage for result in results if result.run]
+    summary = summarize(stairs)
+    tokens = sorted({stage.tokens_per_step for stage in done})
+    model = model_of(done[0].config)
+    sizes = f"{' to '.join(f'{n:,}' for n in (*tokens[:1], *tokens[1:][-1:]))} tokens a step"
+    about = f"{report.title}: {model}, {sizes}"
+    report.folder.mkdir(parents=True, exist_ok=True)
+    draw_staircase(report.folder / "first.svg", stairs, f"{model}: {summary.headline}", stairs.unit)
+    panels = panels_of(results)
+    if panels:
+        draw_panels(report.folder / "loss.svg", panels)
+    losses = {"loss.svg": "loss curves, measured over published"} if panels else {}
+    return replace(
+        report,
+        summary=summary,
+        pictures={"first.svg": summary.headline, **losses},
+        page="speed.html",
+        parts={"stairs": stairs, "what": about, "command": command},
+        markdown=markdown_of(stairs, summary, command),
     )
 
 
@@ -270,53 +297,13 @@ def without_published(done: Done, options: str) -> list[str]:
     ]
 
 
-def curves_of(
-    done: Done, rows: Sequence[Row]
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Curve]]]:
-    """Return the loss curves for the page, and those beside published ones, by stage.
-
-    `rows`: one per finished stage.
-    """
-    curves, published, panels = [], [], {}
-    for (stage, run), row in zip(done, rows, strict=True):
-        measured, times = curve(run.log), curve(run.log, "dt_ms")
-        curves.append(curve_of(row.title, measured, stage.tokens_per_step, times))
-        if losses := published_curve(stage):
-            panels[stage.name] = {"published": losses, "measured": measured}
-            label, tokens = f"{row.title}, published", stage.config.tokens_per_step(1)
-            # Times that were read without waiting for the GPU mean nothing.
-            times = published_curve(stage, "dt_ms") if stage.published.tokens_per_sec else {}
-            published.append(curve_of(label, losses, tokens, times, published=True))
-    return curves + published, panels
-
-
-def draw_times(folder: Path, done: Done, rows: Sequence[Row]) -> None:
-    """Draw the milliseconds of a step in steps.svg, if every stage adds to the one before and all
-    take the same tokens a step. `rows`: one per finished stage.
-    """
-    stages = [stage for stage, _ in done]
-    follows = all(stage.base is before for before, stage in pairwise(stages))
-    if len(stages) < 2 or not follows or len({s.tokens_per_step for s in stages}) > 1:
-        return
-    times = [
-        StepTime(
-            row.title,
-            row.values["ms_per_step"],
-            row.values["over_base"] if stage.base else None,
-            stage.published.ms_per_step,
-        )
-        for stage, row in zip(stages, rows, strict=True)
-    ]
-    first, run = done[0]
-    summary = run.summary
-    device = summary.machine if summary.device == "cpu" else summary.device
-    batch = f"{first.config.batch_size} x {first.config.seq_len:,} tokens a step"
-    draw_steps(
-        folder / "steps.svg",
-        f"{times[0].ms:,.0f} to {times[-1].ms:,.0f} milliseconds a step",
-        f"{batch}, {device}; factors over the stage before, grey ones from single runs",
-        times,
-    )
+def panels_of(results: Sequence[Result]) -> dict[str, dict[str, Curve]]:
+    """Return the loss curves of finished stages that have a published one, with it."""
+    return {
+        result.stage.name: {"published": losses, "measured": curve(result.run.log)}
+        for result in results
+        if result.run and (losses := published_curve(result.stage))
+    }
 
 
 def plot_runs(folders: Sequence[str]) -> None:
@@ -340,22 +327,8 @@ def plot_runs(folders: Sequence[str]) -> None:
 
 WORTH = [
     Figure("optimization", "optimization"),
-    Figure(
-        "first",
-        "on first",
-        "",
-        "the speed with it alone over the speed with none",
-        bar=True,
-        over="none",
-    ),
-    Figure(
-        "last",
-        "on last",
-        "",
-        "the speed with all over the speed with all but it",
-        bar=True,
-        over="all but it",
-    ),
+    bar("first", "on first", "", "the speed with it alone over the speed with none"),
+    bar("last", "on last", "", "the speed with all over the speed with all but it"),
     Figure("memory_mb_without", "MB without", ",.0f", "peak memory in MiB with all but it"),
     Figure("memory_mb_with", "MB with", ",.0f", "peak memory in MiB with all"),
 ]
@@ -391,6 +364,7 @@ def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[St
             WORTH,
             rows,
             about=[*about],
+            meaning=INTERVALS,
             bars="worth.svg",
         ),
     )
@@ -452,7 +426,7 @@ def across(folders: Sequence[str], out: Path) -> None:
             row.values.update(published_factors(files[stage], files[base]))
         row.values["stage"] = row.label
         rows.append(row)
-    columns = [over_base(name, name) for name in (*machines, *PUBLISHED)]
+    columns = [bar(name, name) for name in (*machines, *PUBLISHED)]
     write_report(
         Report(
             out,
@@ -462,7 +436,7 @@ def across(folders: Sequence[str], out: Path) -> None:
             meaning="The speed of each stage over that of the stage that it changes. Published: "
             "the same step in the a100 series and in the list of timings on one GPU "
             "(`logs/reference/`). A machine that ran another precision in place of bf16 has no "
-            "factor for bf16.",
+            f"factor for bf16. {INTERVALS}",
             bars="across.svg",
         )
     )

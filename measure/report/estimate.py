@@ -41,15 +41,37 @@ class Estimate:
             return ""
         return "no difference" if SAME[0] <= low and high <= SAME[1] else "unclear"
 
+    @property
+    def is_about_one(self) -> bool:
+        """True of a factor of 0.95 to 1.05, if its interval contains 1 or is not known."""
+        low, high = self.ends
+        return SAME[0] <= self.value <= SAME[1] and (self.low is None or low <= 1 <= high)
+
+    @property
+    def digits(self) -> int:
+        """The decimals of a factor that its interval needs."""
+        low, high = self.ends
+        hides_one = "1.00" in (f"{low:.2f}", f"{high:.2f}") and not low <= 1 <= high
+        return 3 if self.low is not None and (high - low < 0.02 or hides_one) else 2
+
+    @property
+    def short(self) -> str:
+        """A factor in three digits: `0.87`, `2.35`, `11.3`."""
+        return f"{self.value:.{1 if self.value >= 10 else 2}f}"
+
+    @property
+    def interval(self) -> str:
+        """The interval of a factor, with its verdict: `0.96 to 1.28, unclear`; empty without."""
+        if self.low is None:
+            return ""
+        low, high = (f"{end:.{self.digits}f}" for end in self.ends)
+        return f"{low} to {high}" + (self.verdict and f", {self.verdict}")
+
     def __str__(self) -> str:
         """Format a factor, with its verdict: `1.12 (0.96 to 1.28), unclear`."""
-        low, high = self.ends
-        if self.low is None:
-            return f"{self.value:.2f}"
-        hides_one = "1.00" in (f"{low:.2f}", f"{high:.2f}") and not low <= 1 <= high
-        digits = 3 if high - low < 0.02 or hides_one else 2
-        verdict = self.verdict and f", {self.verdict}"
-        return f"{self.value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){verdict}"
+        interval, comma, verdict = self.interval.partition(",")
+        brackets = interval and f" ({interval})"
+        return f"{self.value:.{self.digits}f}{brackets}{comma}{verdict}"
 
     def __format__(self, style: str) -> str:
         """Format as a factor, or in a style such as ".4f" as a mean: `0.3480 +- 0.0480`."""

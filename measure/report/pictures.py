@@ -122,3 +122,44 @@ def span(values: Collection[float]) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
     return low - margin, high + margin
+
+
+class Pair(NamedTuple):
+    """A curve beside its base's, as a card's small picture of 340 x 166 pixels."""
+
+    what: str
+    lines: list[tuple[str, str]]  # class and points: of the base, then its own
+    ticks: list[tuple[float, str]]  # heights and texts
+    labels: list[tuple[str, float, str]]  # class, height and text at the ends
+    steps: tuple[int, int]  # at the ends of the axis
+    about: str
+
+
+def pair_of(own: Curve, base: Curve, what: str) -> Pair:
+    """Draw the last two thirds of a curve and of its base's, in nats per token."""
+    steps = sorted(own)
+    start, end = steps[len(steps) // 3], steps[-1]
+    tails = [
+        points_of({x: y for x, y in curve.items() if start <= x <= end}) for curve in (base, own)
+    ]
+    low, high = span([y for tail in tails for _, y in tail])
+    across, up = Scale(start, max(end, start + 1), 34, 240), Scale(low, high, 130, 8)
+    lines = [" ".join(f"{across.at(x)},{up.at(y)}" for x, y in tail) for tail in tails]
+    before, ours = (curve.get(end, math.nan) for curve in (base, own))
+    heights = [up.at(y) + 4 if math.isfinite(y) else 69 for y in (before, ours)]
+    if abs(before - ours) < 0.0005:
+        labels = [("own", heights[1], f"{ours:.3f}, as before")]
+    else:
+        if abs(heights[0] - heights[1]) < 13:
+            middle, up_first = sum(heights) / 2, before >= ours
+            heights = [middle - 7, middle + 7] if up_first else [middle + 7, middle - 7]
+        texts = (f"{before:.3f} before", f"{ours:.3f} with it")
+        labels = [*zip(("base", "own"), heights, texts, strict=True)]
+    return Pair(
+        what,
+        [*zip(("base", "own"), lines, strict=True)],
+        up.ticks,
+        labels,
+        (start, end),
+        f"{what}: {ours:.3f} at the end, before {before:.3f}",
+    )

@@ -1,9 +1,9 @@
 """One report from figures declared once: console, report.md, results.csv, picture, page."""
 
+import base64
 import csv
 import io
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,9 @@ class Card(NamedTuple):
     """The page's explanation of a row."""
 
     title: str
+    also: str = ""  # what changes beside the technique of the title, such as a batch of 6
     why: Sequence[str] = ()
+    elsewhere: Sequence[str] = ()  # published results, and results on other machines
     yaml: str = ""
     code: Sequence[tuple[str, int, str]] = ()  # file, line, text
     ran: str = ""  # sizes of the model and of the run
@@ -45,7 +47,7 @@ class Row(NamedTuple):
     @property
     def title(self) -> str:
         """The title of its card, or its name."""
-        return self.card.title or self.name
+        return ", and ".join(filter(None, [self.card.title, self.card.also])) or self.name
 
     @property
     def label(self) -> str:
@@ -66,7 +68,7 @@ class Figure(NamedTuple):
     style: str | Callable[[Values], str] = ""  # a format such as ",.0f", or the text of a row
     meaning: str = ""
     bar: bool = False  # a factor, drawn as a bar with its interval
-    over: str = ""  # the row that a factor compares with: base, first or a name
+    is_total: bool = False  # a terminal shows it without its interval
 
     def text(self, row: Row) -> str:
         """Format the figure of a row; empty without one."""
@@ -76,11 +78,9 @@ class Figure(NamedTuple):
         return "" if value is None else format(value, self.style)
 
     def factor(self, row: Row) -> Estimate | None:
-        """Return the figure of a row to draw as a bar; None if the row compares with itself."""
+        """Return the figure of a row to draw as a bar."""
         value = row.values.get(self.name)
-        factor = value if value is None or isinstance(value, Estimate) else Estimate(value)
-        is_own_base = row.base in ("", row.name)
-        return None if factor == Estimate(1.0) and is_own_base else factor
+        return value if value is None or isinstance(value, Estimate) else Estimate(value)
 
 
 PEAK_MEMORY = Figure(
@@ -89,6 +89,21 @@ PEAK_MEMORY = Figure(
     ",.0f",
     "peak memory in MiB, of the GPU's tensors on CUDA, else of the process",
 )
+
+
+class Summary(NamedTuple):
+    """A report in a few sentences: at the top of its page and of report.md, in the last line on the
+    console, in link previews, and as the text of its picture.
+    """
+
+    headline: str
+    lead: str = ""
+    more: str = ""
+    question: str = ""  # the headline while the reader guesses
+
+    def __str__(self) -> str:
+        """Return the line for the console."""
+        return f"{self.headline}: {self.lead}" if self.lead else self.headline
 
 
 @dataclass
@@ -100,15 +115,16 @@ class Report:
     figures: Sequence[Figure]  # the first one is the name of the rows
     rows: Sequence[Row]
     ran: str = ""  # sizes of the model and of the run
-    result: str = ""  # the whole report in a sentence
+    summary: Summary | None = None
     remarks: Sequence[str] = ()  # failures and notes
     about: Sequence[str] = ()  # machines and versions
     meaning: str = ""  # explains all figures together
-    pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file
+    pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file, which is there
     bars: str = ""  # file for a picture of the bars
-    where: str = ""  # machine and date, for that picture and the page
-    curves: Sequence[Values] = ()  # from curve_of
-    learns: bool = False  # the page shows the curves first
+    where: str = ""  # machine and date, for that picture
+    page: str = "page.html"  # the template of its page
+    parts: Mapping[str, Any] = field(default_factory=dict)  # further ones of that template
+    markdown: str = ""  # to copy from the page (default: report.md)
 
 
 def write_report(report: Report) -> None:
@@ -123,41 +139,41 @@ def write_report(report: Report) -> None:
     figures = [figure for figure in others if any(map(figure.text, rows))]
     headings = [figure.heading for figure in (names, *figures)]
     cells = [[names.text(row) or row.name, *(f.text(row) for f in figures)] for row in rows]
-    factors = [factors_of(row, figures) for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    bars = {
-        row.label: {figure.heading: factor for figure, factor in of_row.items()}
-        for row, of_row in zip(rows, factors, strict=True)
-        if of_row
-    }
     pictures = report.pictures
+    bars = {row.label: factors for row in rows if (factors := factors_of(row, figures))}
     if report.bars and bars:
         pictures = {report.bars: "factors with their intervals", **pictures}
         draw_bars(folder / report.bars, bars, report.where)
-    intervals = INTERVALS if any(figure.bar for figure in figures) and not report.learns else ""
     parts = vars(report) | {
-        "lead": [line for line in (report.ran, report.result) if line],
         "table": markdown_table(headings, cells),
+        "headings": headings,
+        "cells": cells,
         "meanings": [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning],
-        "notes": [note for note in (report.meaning, intervals) if note],
         "pictures": pictures,
-        "figures": figures,
-        "rows": [*zip(rows, factors, strict=True)],
+        "images": {data_uri(folder / name): text for name, text in pictures.items()},
     }
-    write_atomic(folder / "report.md", render("report.md", parts))
-    write_atomic(folder / "report.html", render("page.html", parts))
+    text = render("report.md", parts)
+    page = {"markdown": report.markdown or text, **report.parts}
+    write_atomic(folder / "report.md", text)
+    write_atomic(folder / "report.html", render(report.page, parts | page))
     write_csv(folder / "results.csv", [{names.name: row.name} | row.values for row in rows])
     lines = [brief(row, texts, figures) for row, texts in zip(rows, cells, strict=True)]
     print_table(report.title, headings, lines)
     print(*report.remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
-    if report.result:
-        print(report.result)
+    if report.summary:
+        print(report.summary)
 
 
-def factors_of(row: Row, figures: Sequence[Figure]) -> dict[Figure, Estimate]:
-    """Return the factors of a row that are drawn as bars."""
-    factors = {figure: figure.factor(row) for figure in figures if figure.bar}
-    return {figure: factor for figure, factor in factors.items() if factor is not None}
+def data_uri(picture: Path) -> str:
+    """Return an SVG picture as an address that contains it."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+
+
+def factors_of(row: Row, figures: Sequence[Figure]) -> dict[str, Estimate]:
+    """Return the factors of a row that are drawn as bars, by their headings."""
+    factors = {figure.heading: figure.factor(row) for figure in figures if figure.bar}
+    return {heading: factor for heading, factor in factors.items() if factor is not None}
 
 
 def brief(row: Row, cells: Sequence[str], figures: Sequence[Figure]) -> list[str]:
@@ -165,33 +181,8 @@ def brief(row: Row, cells: Sequence[str], figures: Sequence[Figure]) -> list[str
     name, *others = cells
     short = [name if row.title == row.name else f"{name}: {row.title}"]
     for figure, cell in zip(figures, others, strict=True):
-        is_total = figure.over == "first" and not figure.bar
-        short.append(cell.partition(" (")[0] if is_total else cell)
+        short.append(cell.partition(" (")[0] if figure.is_total else cell)
     return short
-
-
-def curve_of(
-    label: str,
-    losses: Mapping[int, float],
-    tokens_per_step: int,
-    times: Mapping[int, float],
-    *,
-    published: bool = False,
-) -> dict[str, Any]:
-    """Return a loss curve over steps, tokens and seconds, for the page.
-
-    `times`: milliseconds of each step; without all of them there are no seconds.
-    """
-    steps = [*losses]
-    is_known = steps and len(times) == len(steps) == steps[-1]
-    return {
-        "label": label,
-        "published": published,
-        "steps": steps,
-        "tokens": [step * tokens_per_step for step in steps],
-        "seconds": [*itertools.accumulate(ms / 1e3 for ms in times.values())] if is_known else None,
-        "loss": [loss if math.isfinite(loss) else None for loss in losses.values()],
-    }
 
 
 def write_csv(path: Path, rows: Sequence[Values]) -> None:

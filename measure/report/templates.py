@@ -1,20 +1,26 @@
 """Fill in the templates of reports, pages and pictures, which are in web/."""
 
-import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
+
+
+def hide_times(text: str) -> Markup:
+    """Mark milliseconds before and after a stage in a comment: a page hides them from a reader who
+    guesses the factor first.
+    """
+    times = r"[^.;(]*\d+ -&gt; \d+ ms[^.]*\."
+    return Markup(re.sub(times, r'<span class="secret">\g<0></span>', str(escape(text))))
 
 
 def render(template: str, parts: Mapping[str, Any]) -> str:
     """Fill in a template in web/ with the parts of a report or picture.
 
-    page.html is one web page, which is opened from the disk, without a network. At its top a view:
-    all factors in one picture. Each row has a card with its figures; a stage's card also its
-    technique's name, the YAML's changes, the code that does it, and why it helps. The loss curves
-    come last, or first in a report on learning. Pictures (.svg) are light or dark, as the reader's
-    screen is.
+    page.html is one file, which needs no network; speed.html is the page of a ladder of speeds.
+    Pages and pictures (.svg) are light or dark, as the reader's screen is.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("measure.report", "web"),
@@ -22,4 +28,5 @@ def render(template: str, parts: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(parts, log=math.log)
+    environment.filters["hide_times"] = hide_times
+    return environment.get_template(template).render(parts)
