@@ -17,7 +17,8 @@ from checkpoint.hugging_face import (
 from checkpoint.names import all_checkpoints, find_folder
 from checkpoint.saved import SavedState, read_state
 from config import Config
-from data.vocabulary import GPT2, Vocabulary, check_same, read_vocabulary
+from data.prepare import known_vocabulary
+from data.vocabulary import GPT2, Vocabulary, check_same
 from model import GPT, GPTConfig
 from options import ARCHITECTURE
 from runtime.cli import ConfigError, load
@@ -55,9 +56,9 @@ class Weights(NamedTuple):
 
 
 def adopt_architecture(config: Config) -> Config:
-    """Return the config as `build_model` does; the vocabulary of a missing corpus is not known."""
+    """Return the config as `build_model` does; GPT-2's vocabulary if the corpus is missing."""
     folder = Path(config.data_dir) / config.dataset
-    vocabulary = read_vocabulary(folder) if folder.exists() else None
+    vocabulary = known_vocabulary(folder)
     if config.init_from == "scratch":
         return adopt_vocabulary(config, vocabulary)
     return build_model(config, vocabulary)[0]

@@ -1,4 +1,4 @@
-"""Learn a vocabulary from text, by Hugging Face's tokenizers: `pip install tokenizers`."""
+"""Learn a vocabulary from text, by Hugging Face's tokenizers."""
 
 import itertools
 import json
@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from data.token_file import MAX_VOCAB
 from data.vocabulary import BYTES, CHARACTERS, NAMES, WORDS, Vocabulary, to_json
-from runtime.errors import UserError
 
 LEARNED_BYTES = 20 * 10**6  # of text, at most
 # tokenizers takes memory for each distinct word, and time for its length: a text without spaces is
@@ -55,14 +54,8 @@ def commonest(texts: Iterable[str], size: int) -> list[str]:
 
 
 def byte_pairs(texts: Iterable[str], size: int) -> tuple[list[str], list[list[str]]]:
-    """Learn a byte-pair encoding of GPT-2's words; returns its tokens and merges, in their order.
-
-    Raises UserError if tokenizers is not installed.
-    """
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise UserError("--vocab_size needs tokenizers: pip install tokenizers==0.23.3") from None
+    """Learn a byte-pair encoding of GPT-2's words; returns its tokens and merges, in order."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # no other command needs it
 
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

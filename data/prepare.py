@@ -10,7 +10,11 @@ from runtime.cli import did_you_mean
 from runtime.console import log
 from runtime.files import lock_file, sole_writer
 
-WRITERS = {"pydocs": pydocs.prepare, "shakespeare": shakespeare.prepare}  # of small corpora
+WRITERS = {  # of small corpora
+    "pydocs": pydocs.prepare,
+    pydocs.OWN: pydocs.prepare_own,
+    "shakespeare": shakespeare.prepare,
+}
 
 
 def prepare_if_missing(folder: Path) -> Vocabulary:
@@ -39,6 +43,15 @@ def prepare_if_missing(folder: Path) -> Vocabulary:
         f"{folder}: no such corpus (a folder of *.bin token files){nearest}; write it with: "
         f"{script}; or say with --data_dir which folder holds it"
     )
+
+
+def known_vocabulary(folder: Path) -> Vocabulary | None:
+    """Return a corpus's vocabulary; None if it is missing.
+
+    Writes a missing one that learns its vocabulary, in seconds. Raises UserError.
+    """
+    known = folder.name == pydocs.OWN or is_there(folder)
+    return prepare_if_missing(folder) if known else None
 
 
 def is_there(folder: Path) -> bool:

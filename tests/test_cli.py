@@ -35,7 +35,7 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
     command = ["train.py", "--config", "quickstart.yaml", *SMALL, *more.split()]
     trained = run_from_nothing(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
     for text in (
-        "preparing data/pydocs",
+        "preparing data/pydocs4096",
         "step 3/3 | loss",
         "step 3/3 | validation loss",
         "sample after step 3: Returns",
@@ -43,7 +43,7 @@ def test_a_newcomers_path_from_an_empty_folder_to_a_sample(tmp_path):
         "done: 3 steps",
     ):
         assert text in trained.stdout, trained.stdout
-    assert (tmp_path / "data/pydocs/pydocs_train_000000.bin").is_file()
+    assert (tmp_path / "data/pydocs4096/pydocs4096_train_000000.bin").is_file()
     more = "--prompt Python --max_new_tokens 4 --temperature 0 --top_k none"
     done = run("sample.py", "logs/quickstart", *more.split(), cwd=tmp_path)
     assert done.stdout.startswith("Python"), done.stderr

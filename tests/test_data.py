@@ -18,10 +18,13 @@ import torch
 
 import data.token_file
 import dataloader
+from checkpoint.weights import adopt_architecture
+from config import load_config
 from data import pydocs, shakespeare, tokenizer
 from data.ahead import map_ahead
+from data.learn import learn
 from data.token_file import count_tokens, header, write_corpus, write_token_file
-from data.vocabulary import GPT2
+from data.vocabulary import GPT2, read_vocabulary
 from dataloader import DataLoader, TokenStream, open_corpus, permuted, prefetch
 from runtime.console import noted
 from tests.conftest import CPU, refused, run_from_nothing, tokens_in
@@ -495,6 +498,19 @@ def test_pydocs_is_the_same_bytes_in_every_process(pydocs_corpus, tmp_path):
     assert ran.stdout == f"{count_tokens(pydocs_corpus):,} tokens in data/pydocs\n", ran.stderr
     written = Path("data/pydocs", pydocs_corpus.name)
     assert written.read_bytes() == pydocs_corpus.read_bytes()
+
+
+def test_pydocs4096_has_the_same_documents_in_a_vocabulary_of_those_to_train_on(pydocs_corpus):
+    adopted = adopt_architecture(load_config("quickstart"))  # writes it
+    own = read_vocabulary(Path("data/pydocs4096"))
+    files = sorted(Path("data/pydocs4096").glob("*.bin"))
+    train, val = (own.decode(tokens_in(file).tolist()) for file in files)
+    gpt2s = tokenizer.get_encoding().decode(tokens_in(pydocs_corpus).tolist())
+    assert train + val == gpt2s
+    to_train = train.split("<|endoftext|>")[1:]
+    assert len(to_train) / gpt2s.count("<|endoftext|>") == pytest.approx(0.9, abs=0.01)
+    assert learn(to_train, 4096, False) == own
+    assert adopted.n_vocab == own.size == 4096
 
 
 def test_whatever_a_download_fails_with_is_one_line_with_the_reason(monkeypatch):

@@ -165,13 +165,6 @@ def test_the_commonest_characters_come_first():
     assert [*names][256:] == ["Ã©", "ä¸Ń"]
 
 
-def test_without_tokenizers_there_is_a_line_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with refused("--vocab_size needs tokenizers: pip install tokenizers=="):
-        learn(["a text"], 300, False)
-    learn(["a text"], 300, True)
-
-
 # ---- reading
 
 
