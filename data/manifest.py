@@ -22,21 +22,27 @@ class Manifest(pydantic.BaseModel):
     """A corpus. Manifests of earlier versions have more fields."""
 
     documents: int = 0
+    vocabulary: str | None = None  # its identity
     shards: list[Shard]
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read a corpus's manifest; None if it has none. Raises TokenFileError for a damaged one."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except pydantic.ValidationError:
+        raise TokenFileError(f"{path}: damaged or edited; restore or delete it") from None
 
 
 def check_shards(folder: Path, tokens: Mapping[str, int]) -> None:
     """Raise TokenFileError unless `tokens` has every token file of the manifest with its number of
     tokens. A folder without a manifest is not checked.
     """
-    path = folder / MANIFEST
-    if not path.exists():
-        return
-    try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except pydantic.ValidationError:
-        raise TokenFileError(f"{path}: damaged or edited; restore or delete it") from None
-    for shard in manifest.shards:
+    manifest = read_manifest(folder)
+    for shard in manifest.shards if manifest else []:
         if (count := tokens.get(shard.file)) != shard.tokens:
             problem = "is missing" if count is None else f"has {count:,} tokens"
             raise TokenFileError(

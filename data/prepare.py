@@ -4,7 +4,9 @@ import shlex
 from pathlib import Path
 
 from data import pydocs, shakespeare
+from data.manifest import MANIFEST, read_manifest
 from data.token_file import TokenFileError
+from data.vocabulary import FILE as VOCABULARY
 from data.vocabulary import Vocabulary, read_vocabulary
 from runtime.cli import did_you_mean
 from runtime.console import log
@@ -31,7 +33,7 @@ def prepare_if_missing(folder: Path) -> Vocabulary:
                 log.info(f"preparing {folder}")
                 write(folder)
     if is_there(folder):
-        return read_vocabulary(folder)
+        return vocabulary_of(folder)
     there = {path.parent.name for path in folder.parent.glob("[!.]*/*.bin")}
     script = f"python data/text.py FILE --name {shlex.quote(folder.name)}"
     if folder.name == "fineweb":
@@ -52,6 +54,20 @@ def known_vocabulary(folder: Path) -> Vocabulary | None:
     """
     known = folder.name == pydocs.OWN or is_there(folder)
     return prepare_if_missing(folder) if known else None
+
+
+def vocabulary_of(folder: Path) -> Vocabulary:
+    """Return the vocabulary of a corpus that is there.
+
+    Raises UserError for a damaged one, and for another than the corpus was written in.
+    """
+    vocabulary, manifest = read_vocabulary(folder), read_manifest(folder)
+    if manifest and manifest.vocabulary not in (None, vocabulary.identity):
+        raise TokenFileError(
+            f"{folder}: has {vocabulary}, but its tokens are of another vocabulary, by "
+            f"{MANIFEST}; restore its {VOCABULARY}, which lay beside the token files"
+        )
+    return vocabulary
 
 
 def is_there(folder: Path) -> bool:

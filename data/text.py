@@ -257,7 +257,7 @@ def _make(corpus: Corpus) -> list[Source]:
         done = _resume(corpus)
         try:
             _write(corpus, done)
-            _finish(corpus.unfinished, done)
+            _finish(corpus, done)
             corpus.unfinished.rename(corpus.folder)
             flush_to_disk(corpus.folder.parent)
         except (UserError, OSError) as error:
@@ -349,9 +349,9 @@ def _append(corpus: Corpus, counts: Source, split: str, ids: np.ndarray) -> None
         counts.tokens[split] += part.size
 
 
-def _finish(unfinished: Path, done: list[Source]) -> None:
+def _finish(corpus: Corpus, done: list[Source]) -> None:
     """Write headers and manifest.json. Raises TokenFileError if there is nothing to train on."""
-    last, shards = done[-1], list[Shard]()
+    unfinished, last, shards = corpus.unfinished, done[-1], list[Shard]()
     if not last.tokens["train"] or sum(last.tokens.values()) <= last.documents:
         done.clear()  # nothing to resume
         raise TokenFileError(
@@ -366,7 +366,8 @@ def _finish(unfinished: Path, done: list[Source]) -> None:
                 file.write(header(tokens))
             flush_to_disk(path)
         shards.append(Shard(file=path.name, tokens=tokens))
-    manifest = Manifest(documents=last.documents, shards=shards)
+    identity = corpus.vocabulary.identity
+    manifest = Manifest(documents=last.documents, vocabulary=identity, shards=shards)
     write_atomic(unfinished / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
 
 

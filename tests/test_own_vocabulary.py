@@ -206,6 +206,15 @@ def test_a_damaged_vocabulary_is_refused_and_an_older_checkpoint_has_gpt2s(train
         sample(start(SampleOptions, ["train"], positional="run"))
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text(OTHER.json)])
+def test_a_corpus_whose_vocabulary_is_lost_or_another_is_refused(damage, tiny_config):
+    Path("text.txt").write_text(TEXT)
+    prepare(Path("data/mine"), ["text.txt"], WritingOptions(vocab_size=261))
+    damage(Path("data/mine", FILE))
+    with refused("data/mine: has .*but its tokens are of another vocabulary, by manifest.json"):
+        train(tiny_config(dataset="mine", **SHAPE), ALONE)
+
+
 def test_a_run_whose_vocabulary_is_not_known_trains_and_makes_no_text(go, corpus):
     assert go(val_fraction=0.3, eval_every=3)["val_loss"] > 0
     assert Path("logs/train/eval.csv").read_text().startswith("step,val_loss\n")
