@@ -5,6 +5,7 @@ python ladder.py speedup               a series: speedup, or a folder of configs
 python ladder.py modern                the losses of newer recipes, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
 python ladder.py a.yaml b.yaml --seeds 3              their losses and their speeds
+python ladder.py mine.yaml --sweep lr=1e-4,3e-4,1e-3  the value of an option with the lowest loss
 python ladder.py speedup --stages 2,3,5               some stages, over the first
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              the factor of each optimization of a config
@@ -27,7 +28,7 @@ from measure.ladder.climb import (
     measure_device,
     train_and_compare,
 )
-from measure.ladder.learning import report_learned_ablation, report_learning
+from measure.ladder.learning import report_learned_ablation, report_learning, report_sweep
 from measure.ladder.quick import ROUNDS as QUICK_ROUNDS
 from measure.ladder.quick import SIZES, SUFFIX, Size, quick_stages, size_for
 from measure.ladder.record import Device, Record
@@ -40,6 +41,7 @@ from measure.ladder.stages import (
     ladder_of,
     make_stage,
     plan,
+    plan_sweep,
     planned_before,
     with_bases,
     with_seeds,
@@ -68,14 +70,20 @@ class LadderOptions(Options):
     """folder for the ladder's folder"""
     seeds: Positive | None = None
     """seeds to train each config with, to compare losses (default: 3 if the configs evaluate, as in
-    modern; else only speeds are compared)
+    modern, or with --sweep; else only speeds are compared)
+    """
+    sweep: Name | None = None
+    """train one config with each value of an option, such as lr=1e-4,3e-4,1e-3, and report the
+    value with the lowest loss
     """
     nproc_per_node: Positive | None = None
     """ranks of each config, by torchrun; with speedup, of its last stage, ddp (default: 1; in ddp
     one per GPU)
     """
     rounds: ZeroIsOff = ROUNDS
-    """maximum number of interleaved rounds of each stage with its base; 0 disables them"""
+    """maximum number of interleaved rounds of each stage with its base; 0 disables them, as does
+    --sweep without --rounds
+    """
     rerun: bool = False
     """run finished stages again"""
     report_only: bool = False
@@ -96,8 +104,9 @@ def check(options: LadderOptions) -> None:
         raise UserError("name a series such as speedup, a folder of configs, or config files")
     of_climbs = ("ablate", "stages", "nproc_per_node", "seeds", "rounds", "rerun", "report_only")
     without_effect = {
-        "across": ("plot", *of_climbs),
-        "plot": ("log_dir", *of_climbs),
+        "across": ("plot", "sweep", *of_climbs),
+        "plot": ("log_dir", "sweep", *of_climbs),
+        "sweep": ("ablate", "quick", "stages", "nproc_per_node"),
         "ablate": ("quick", "nproc_per_node"),
         "quick": ("nproc_per_node", "seeds"),
     }
@@ -109,14 +118,17 @@ def check(options: LadderOptions) -> None:
         raise UserError(f"--rounds {options.rounds}: at least {FEWEST} make an interval")
     if options.quick and options.configs != ("speedup",):
         raise UserError("--quick: is for the speedup ladder: python ladder.py speedup --quick")
-    if options.ablate and len(options.configs) > 1:
-        raise UserError("--ablate takes one config, such as speedup10.yaml")
+    for mode in ("ablate", "sweep"):
+        if getattr(options, mode) and len(options.configs) > 1:
+            raise UserError(f"--{mode} takes one config, such as speedup10.yaml")
 
 
 def folder_of(options: LadderOptions) -> Path:
     """Return the ladder's folder, which has its name."""
     if options.ablate:
         name = f"ablate_{Path(options.configs[0]).stem}"
+    elif options.sweep:
+        name = f"sweep_{Path(options.configs[0]).stem}_{options.sweep.partition('=')[0]}"
     else:
         name = ladder_of(options.configs)[0] + (SUFFIX if options.quick else "")
     return Path(options.log_dir, name)
@@ -146,6 +158,8 @@ def planned(
     """
     if options.quick:
         return quick_stages(Size(*size) if size else SIZES[0], of_runs, device)
+    if options.sweep:
+        return plan_sweep(options.sweep, options.configs[0], of_runs, device)
     if ladder_of(options.configs)[0] != SPEEDUP:
         return plan(options.configs, of_runs, device, options.nproc_per_node or 1)
     stages, ranks = plan(options.configs, of_runs, device), options.nproc_per_node or device.gpus
@@ -199,14 +213,18 @@ def climb(options: LadderOptions, of_runs: list[str], measure: Measure) -> Recor
     if options.quick:
         record.size = record.size or size_for(device)
     stages = with_chosen(options, planned(options, record.size, of_runs, device))
-    record.seeds = options.seeds or (3 if stages[0].config.eval_every else 0)
+    learns = bool(options.sweep or stages[0].config.eval_every)
+    record.seeds = options.seeds or 3 * learns
     record.stages = {stage.name: stage.planned for stage in stages}
     trained = with_seeds(stages, record.seeds)
     compared, rounds = [seeds[0] for seeds in trained.values()], options.rounds
-    if options.quick and "rounds" not in options.model_fields_set:
-        rounds = QUICK_ROUNDS
-    train_and_compare(record, trained, compared, device, rounds, rerun=options.rerun)
-    report(record, trained)
+    if "rounds" not in options.model_fields_set:
+        rounds = QUICK_ROUNDS if options.quick else 0 if options.sweep else rounds
+    predicts = not options.sweep
+    train_and_compare(
+        record, trained, compared, device, rounds, rerun=options.rerun, predicts=predicts
+    )
+    report(options, record, trained)
     return record
 
 
@@ -238,17 +256,22 @@ def rebuild(options: LadderOptions, of_runs: list[str]) -> None:
         report_pairs(record, *planned_ablation(options, stages[0], record.seeds))
         return
     name, configs = ladder_of(options.configs)
-    if name == "ladder" and {Path(config).stem for config in configs}.isdisjoint(record.stages):
+    is_named = name == "ladder" and not options.sweep
+    if is_named and {Path(config).stem for config in configs}.isdisjoint(record.stages):
         raise UserError(
             f"{record.folder}: has the ladder of {', '.join(record.stages)}; name these configs, "
             "or leave --report_only out"
         )
-    report(record, with_seeds(with_chosen(options, stages), record.seeds))
+    report(options, record, with_seeds(with_chosen(options, stages), record.seeds))
 
 
-def report(record: Record, trained: Mapping[Stage, Sequence[Stage]]) -> None:
+def report(
+    options: LadderOptions, record: Record, trained: Mapping[Stage, Sequence[Stage]]
+) -> None:
     """Report the losses of a ladder, or without seeds the speeds."""
-    if record.seeds:
+    if options.sweep:
+        report_sweep(record.folder.name, record, trained)
+    elif record.seeds:
         report_learning(record.folder.name, record, trained)
     else:
         report_speeds(record.folder.name, record, [*trained])

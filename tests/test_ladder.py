@@ -259,8 +259,17 @@ baseline speedup3 --seeds 2 -- --eval_every 5 --val_fraction 0.1 => speedup3 tra
 --across ROOT/logs/results/h200/ablate_softcap => results.csv: not the table of a ladder
 --ablate --plot x => --ablate has no effect with --plot; leave it out
 --across x --rerun => --rerun has no effect with --across; leave it out
-baseline -- --config y => --config after --: the ladder sets it for each run
-baseline -- --run_name=x => --run_name after --
+baseline -- --config y => --config: the ladder sets it for each run
+baseline -- --run_name=x => --run_name: the ladder
+learning --sweep lrr=1,2 => --lrr: unknown option; did you mean --lr?
+learning --sweep optimizer=adamw,moun => 'muon', not 'moun'; did you mean muon?
+learning --sweep lr=[ => --sweep lr=[: takes different values without /, of any option but seed
+learning --sweep seed=1,2 => --sweep seed=1,2: takes different values
+learning --sweep lr=1,1 => --sweep lr=1,1: takes different values
+learning --sweep init_from=a/b,c => --sweep init_from=a/b,c: takes different values without /
+learning --sweep eval_tokens=2,4 => eval_tokens=4: its eval_tokens is not that of eval_tokens=2:
+learning --sweep lr=1,2 --stages lr => --stages has no effect with --sweep; leave it out
+learning mine --sweep lr=1,2 => --sweep takes one config
 speedup --report_only --log_dir= => --log_dir: string should have at least 1 character
 """
 

@@ -1,14 +1,15 @@
 """Losses of stages: the tokens to a loss, means over seeds, and a ladder of tiny runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from config import load_config
-from measure.ladder.learning import Learned, compare, mean_of, rows_of, steps_to
+from measure.ladder.learning import Learned, best_of, compare, mean_of, rows_of, steps_to
 from measure.ladder.record import Device, Record
 from measure.ladder.results import look_up
-from measure.ladder.stages import ablated_losses, with_seeds
+from measure.ladder.stages import ablated_losses, plan_sweep, with_bases, with_seeds
 from measure.report.estimate import Estimate
 from run.log import read_rows
 from tests.conftest import TINY, TINY_RUN, refused
@@ -106,6 +107,41 @@ def test_every_stage_is_trained_once_with_every_seed_side_by_side_and_reported(t
     assert [row["lower"] for row in again.values()] == [row["lower"] for row in rows.values()]
     assert rows["muon"]["speed"]
     assert not again["muon"]["speed"], "speeds of two machines have no ratio"
+
+
+@pytest.mark.usefixtures("configs")
+def test_the_best_value_of_a_sweep_is_named_with_neighbours_within_noise_and_at_an_edge():
+    values = with_bases(plan_sweep("lr=1e-1,1e-4,1e-2,1e-3", "adamw.yaml", [], Device()))
+    record, seeds = Record(seeds=2), with_seeds(values, 2)
+    for i, (_, *finished) in enumerate(zip(*seeds.values(), strict=True)):
+        for stage, loss in zip(finished, (4.0, 4.01 + 0.1 * i, 5.0), strict=True):
+            fake_losses(record, stage, 6.0, loss)
+    rows = rows_of(results_of(record, {stage: seeds[stage] for stage in values[1:]}))
+    loss = "Best: lr=1e-3, validation loss 4.0000 +- 0.0919: neighbours that may be as good: "
+    assert str(best_of(rows, values)) == f"{loss}lr=1e-2\n\nlr: 1e-3"
+    edge = "; it is at the edge of the sweep: try lower values"
+    assert str(best_of(rows, values[1:])) == f"{loss}lr=1e-2{edge}\n\nlr: 1e-3"
+
+
+@pytest.mark.usefixtures("configs", "forked")
+def test_a_sweep_trains_each_value_once_without_those_that_diverge_and_ends_in_the_best_line(
+    capsys,
+):
+    sweep = ["adamw.yaml", "--seeds", "1", "--sweep"]
+    assert climb(*sweep, "lr=1e-2,1e-4") == 0
+    said = capsys.readouterr().out
+    assert "neighbours that may be as good: lr=1e-4; it is at the edge" in said
+    assert said.endswith(": try higher values\n\nlr: 1e-2\n")
+    logs = [Path(f"logs/sweep_adamw_lr/lr={rate}_seed_1/log.csv") for rate in ("1e-4", "1e-2")]
+    before = [log.stat().st_mtime_ns for log in logs]
+    assert climb(*sweep, "lr=1e-2,1e30,1e-4") == 1
+    said = capsys.readouterr().out
+    assert "failed: lr=1e30_seed_1: " in said
+    assert said.endswith("lr=1e-4\n\nlr: 1e-2\n")
+    assert [log.stat().st_mtime_ns for log in logs] == before
+    assert climb("adamw.yaml", "--sweep", "lr", "--report_only") == 0
+    assert capsys.readouterr().out.endswith("lr=1e-4\n\nlr: 1e-2\n")
+    assert list(table(Path("logs/sweep_adamw_lr/results.csv"))) == ["lr=1e-4", "lr=1e-2"]
 
 
 @pytest.mark.usefixtures("configs", "forked")

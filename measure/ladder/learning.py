@@ -16,10 +16,10 @@ from measure.ladder.explain import all_that_ran, card_of_stage
 from measure.ladder.record import Record, curve
 from measure.ladder.report import speeds_of
 from measure.ladder.results import Result, look_up, write_results
-from measure.ladder.stages import Stage
+from measure.ladder.stages import Stage, is_numeric
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import Figure, Report, Row
+from measure.report.report import Card, Figure, Report, Row, Summary
 
 Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
 Results = Mapping[Stage, Sequence[Result]]  # one result per seed
@@ -255,6 +255,44 @@ def report_learned_ablation(
     meaning = f"All other options, such as learning rates, stay as they are. {BRACKETS}"
     rows = ablated_rows(record, results, pairs)
     write_losses(record, results, Report(record.folder, title, WORTH, rows, meaning=meaning))
+
+
+def report_sweep(ladder: str, record: Record, seeds: Seeds) -> None:
+    """Report the losses of the values whose runs have finished, and the best value, as
+    `write_losses` does.
+    """
+    results = results_of(record, seeds)
+    finished = {stage: each for stage, each in results.items() if losses_of(each)}
+    rows = rows_of(finished) if finished else []
+    rows = [row._replace(card=Card("", ran=row.card.ran)) for row in rows]
+    title, best = f"The losses of {ladder}", best_of(rows, [*results]) if rows else None
+    write_losses(record, results, Report(record.folder, title, FIGURES[:4], rows, summary=best))
+
+
+def best_of(rows: Sequence[Row], stages: Sequence[Stage]) -> Summary:
+    """Return the value with the lowest loss, and as the last line the YAML to paste.
+
+    `stages`: all values of the sweep, finished or not.
+    """
+    best = min(rows, key=lambda row: row.values["loss"].value)
+    beside = {
+        row.base if row is best else row.name: row.values["lower"]
+        for row in rows
+        if best.name in (row.name, row.base) and row.values["lower"]
+    }
+    like = [
+        name
+        for name, lower in beside.items()
+        if lower.low is None or lower.ends[0] <= 0 <= lower.ends[1]
+    ]
+    text = f"neighbours that may be as good: {', '.join(like) or 'none'}"
+    option, names = best.name.partition("=")[0], [stage.name for stage in stages]
+    stage = stages[names.index(best.name)]
+    if stage in (stages[0], stages[-1]) and is_numeric(option, stage):
+        beyond = "lower" if stage is stages[0] else "higher"
+        text += f"; it is at the edge of the sweep: try {beyond} values"
+    headline = f"Best: {best.name}, validation loss {best.values['loss']:.4f}"
+    return Summary(headline, f"{text}\n\n{best.name.replace('=', ': ', 1)}")
 
 
 def results_of(record: Record, seeds: Seeds) -> Results:

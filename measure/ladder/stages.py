@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from config import (
     EXCLUDED_BY,
     Config,
@@ -161,6 +163,33 @@ def plan(
     return stages
 
 
+def plan_sweep(text: str, config: str, options: Sequence[str], device: Device) -> list[Stage]:
+    """Return a stage for each value in `lr=1e-4,3e-4`, numbers in ascending order.
+
+    Raises UserError.
+    """
+    option, _, values = text.partition("=")
+    try:
+        listed = yaml.safe_load(f"[{values}]")
+    except yaml.YAMLError:
+        listed = []
+    stages = [
+        make_stage(f"{option}={value}", config, [*options, *to_flags({option: value})], device)
+        for value in listed
+    ]
+    if option == "seed" or "/" in values or not 1 < len({s.name for s in stages}) == len(stages):
+        takes = "takes different values without /, of any option but seed: lr=1e-4,3e-4"
+        raise UserError(f"--sweep {text}: {takes}")
+    if is_numeric(option, stages[0]):
+        stages.sort(key=lambda stage: getattr(stage.config, option))
+    return stages
+
+
+def is_numeric(option: str, stage: Stage) -> bool:
+    """True if the value of an option is a number."""
+    return type(getattr(stage.config, option)) in (int, float)
+
+
 def can_gain(stage: Stage, device: Device) -> bool:
     """False if a stage only adds a precision that the device lacks or is slow in."""
     added = read_yaml_mapping(stage.file)
@@ -233,6 +262,12 @@ def check_losses(stages: Sequence[Stage]) -> None:
                 f"{stage.name} trains for {stage.length}, {first.name} for {first.length}: "
                 "losses are compared step by step"
             )
+        for name in ("dataset", "val_fraction", "eval_tokens"):
+            if getattr(stage.config, name) != getattr(first.config, name):
+                raise UserError(
+                    f"{stage.name}: its {name} is not that of {first.name}: losses on other tokens "
+                    "cannot be compared"
+                )
 
 
 def make_stage(
@@ -242,8 +277,8 @@ def make_stage(
     path = find_config(config, also=series_names).resolve()
     if taken := RESERVED & {word.partition("=")[0] for word in options}:
         raise UserError(
-            f"{min(taken)} after --: the ladder sets it for each run; configs and --log_dir are "
-            "given before --"
+            f"{min(taken)}: the ladder sets it for each run; configs and --log_dir are given "
+            "before --"
         )
     resolved = parse(Config, [f"--config={config}", *options], config_file=True)
     written, listed = load_config(config), published(path)
