@@ -187,8 +187,8 @@ class DataLoader:
         """Tell the tokens, the epochs and a step; note files that are too short for a sequence."""
         T, folder = self.stream.seq_len, self.stream.spans[0].file.path.parent
         validation = f", and {val.tokens:,} for validation" if val.tokens else ""
-        log.info(f"loaded {self.stream.tokens:,} tokens of {folder}{validation}")
-        log.info(f"1 epoch = {self.steps_per_epoch:,} batches")
+        log.debug(f"loaded {self.stream.tokens:,} tokens of {folder}{validation}")
+        log.debug(f"1 epoch = {self.steps_per_epoch:,} batches")
         log.info(
             f"1 step = {self.global_batch * T:,} tokens: batch_size {self.batch_size} x seq_len "
             f"{T} x {self.world_size} ranks x {self.accumulation} micro-steps"

@@ -32,7 +32,14 @@ from measure.ladder.learning import report_learned_ablation, report_learning, re
 from measure.ladder.quick import ROUNDS as QUICK_ROUNDS
 from measure.ladder.quick import SIZES, SUFFIX, Size, quick_stages, size_for
 from measure.ladder.record import Device, Record
-from measure.ladder.report import across, plot_runs, report_ablation, report_speeds
+from measure.ladder.report import (
+    across,
+    fastest_over_first,
+    plot_runs,
+    report_ablation,
+    report_speeds,
+)
+from measure.ladder.results import look_up
 from measure.ladder.stages import (
     SPEEDUP,
     Stage,
@@ -224,6 +231,9 @@ def climb(options: LadderOptions, of_runs: list[str], measure: Measure) -> Recor
     train_and_compare(
         record, trained, compared, device, rounds, rerun=options.rerun, predicts=predicts
     )
+    total = fastest_over_first([look_up(record, stage) for stage in stages])
+    if rounds and total and total.comparison and not record.seeds:
+        train_and_compare(record, {}, [total], device, rounds, rerun=options.rerun, predicts=False)
     report(options, record, trained)
     return record
 

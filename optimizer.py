@@ -30,7 +30,7 @@ def make_optimizers(
     log.info(f"{sum(p.numel() for p in params):,} parameters")
     for kind, decays in (("decayed", True), ("non-decayed", False)):
         sizes = [p.numel() for p in params if is_decayed(p, config) == decays]
-        log.info(f"num {kind} parameter tensors: {len(sizes)}, with {sum(sizes):,} parameters")
+        log.debug(f"num {kind} parameter tensors: {len(sizes)}, with {sum(sizes):,} parameters")
     return optimizers
 
 

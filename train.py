@@ -146,7 +146,7 @@ def setup(
         loader.announce(val)
         if vocabulary != GPT2:
             log.info(f"{folder} has {vocabulary}")
-        log.info(expected.description)
+        log.debug(expected.description)
         restore(resumed, state, loader.stream.fingerprint(), config, world)
         batches = prefetch(loader, device, state.step + 1)
     return Run(config, world, state, trained, autocast, batches, val, expected, vocabulary or GPT2)

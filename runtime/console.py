@@ -1,12 +1,14 @@
 """Lines and notes of a command for its user, through one logger of Python's `logging`.
 
-`log.info(text)` is a line, `log.warning(text)` a note, which begins with `note: `, and
-`log.error(text)` an error for the file alone: the command prints it on stderr as it ends.
+`log.info(text)` is a line, `log.debug(text)` a detail, which a ladder's runs keep for the file
+alone, `log.warning(text)` a note, which begins with `note: `, and `log.error(text)` an error for
+the file alone: the command prints it on stderr as it ends.
 """
 
 import contextlib
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from logging.handlers import BufferingHandler
@@ -17,10 +19,11 @@ from runtime.errors import drop
 from runtime.files import writing
 
 log = logging.getLogger("gpt2")
-log.setLevel(logging.INFO)
+log.setLevel(logging.DEBUG)
 log.propagate = False  # libraries may give the root logger handlers of their own
 log.addHandler(logging.NullHandler())  # code that opens no console prints nothing
 
+LEAST = logging.INFO if "BRIEF_CONSOLE" in os.environ else logging.DEBUG  # level that is printed
 PREFIXES = {logging.WARNING: "note: ", logging.ERROR: "error: "}
 
 
@@ -44,7 +47,7 @@ class Console(logging.Handler):
         """Print and keep a record; logging's own handlers would not raise its errors."""
         text = PREFIXES.get(record.levelno, "") + record.getMessage()
         stream = sys.stderr if self._on_stderr else sys.stdout
-        if stream and record.levelno < logging.ERROR:  # None: closed before Python started
+        if stream and LEAST <= record.levelno < logging.ERROR:  # None: closed before Python started
             try:
                 print(text, file=stream, flush=True)
             except OSError:

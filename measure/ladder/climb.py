@@ -156,7 +156,10 @@ def run_commands(commands: Sequence[list[str]], waiting: Waiting) -> list[str | 
     `waiting` is entered once all have started.
     """
     shares = shares_of_machine(len(commands))
-    started = [start_process(*each) for each in zip(commands, shares, strict=True)]
+    started = [
+        start_process(command, share | {"BRIEF_CONSOLE": "1"})
+        for command, share in zip(commands, shares, strict=True)
+    ]
     with waiting:
         return [
             why_it_failed(process.returncode, errors) if process.wait() else None

@@ -24,7 +24,6 @@ CODE = "# Code: "  # begins a line that names code, in the comment of a YAML
 MOST_LINES = 25  # of a function on a card
 GPT2 = "GPT-2 (124M)"
 RESULTS = ("Published", "The record", "Here (")
-NAMES = {"Muon"}  # first words of titles that keep their capital
 
 
 def card_of(name: str, file: Path, base: Path) -> Card:
@@ -54,10 +53,8 @@ def card_of(name: str, file: Path, base: Path) -> Card:
 
 
 def lowered(title: str) -> str:
-    """Return a title as it is written within a sentence: `a batch of 6`, `TF32`."""
-    first = title.split(" ")[0]
-    is_name = first in NAMES or first[1:] != first[1:].lower()
-    return title if is_name else title[:1].lower() + title[1:]
+    """Return a title as it is written within a sentence: `a batch of 6`, `TF32`, `Muon`."""
+    return re.sub("^(?!Muon)[A-Z](?=[a-z-]*( |$))", lambda first: first[0].lower(), title)
 
 
 def card_of_stage(stage: Stage) -> Card:
@@ -132,9 +129,8 @@ def explained(file: Path) -> tuple[str, list[str], list[str]]:
     words = [line.lstrip("# ") for line in comment if not line.startswith(CODE)]
     title, _, rest = "\n".join(words).partition("\n")
     paragraphs = [" ".join(part.split()) for part in rest.split("\n\n") if part.strip()]
-    starts = (i for i, text in enumerate(paragraphs) if text.startswith(RESULTS))
-    start = next(starts, len(paragraphs))
-    return title.removesuffix("."), paragraphs[:start], paragraphs[start:]
+    why = [*itertools.takewhile(lambda text: not text.startswith(RESULTS), paragraphs)]
+    return title.removesuffix("."), why, paragraphs[len(why) :]
 
 
 def code_of(file: Path) -> list[Code]:

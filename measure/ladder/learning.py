@@ -320,4 +320,4 @@ def write_losses(record: Record, results: Results, report: Report) -> None:
     )
     if report.rows:
         draw_panels(record.folder / "learning.svg", {"validation": means})
-    write_results(record, all_results, [*summaries, *timed], report)
+    write_results(record, all_results, report)

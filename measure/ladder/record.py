@@ -144,10 +144,6 @@ class Prediction(BaseModel):
         """Return the predicted speed over another one."""
         return self.tokens_per_sec / base.tokens_per_sec
 
-    def share(self, limit: str) -> float:
-        """Return the predicted share of the step that one of LIMITS takes."""
-        return getattr(self, limit) / self.seconds
-
 
 class Predictions(BaseModel):
     """The predictions of a ladder, and the rates behind them."""

@@ -1,7 +1,6 @@
 """Report a ladder, an ablation, and ladders of several machines."""
 
 import csv
-import functools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from measure.ladder.results import (
     write_results,
 )
 from measure.ladder.stages import Stage, series, series_folder
-from measure.ladder.staircase import draw_staircase, markdown_of, staircase_of, summarize
+from measure.ladder.staircase import draw_staircase, fastest_of, staircase_of, summarize
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import INTERVALS, PEAK_MEMORY, Figure, Report, Row, write_report
@@ -35,7 +34,6 @@ TOTAL = "fastest over first"  # name of this comparison in the record
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 # figures of a run's summary in its row; final_loss is missing if the last step was skipped
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
-bar = functools.partial(Figure, bar=True)
 FIGURES = [
     Figure("stage", "stage"),
     Figure(
@@ -70,7 +68,6 @@ FIGURES = [
         "over first",
         meaning="tokens/s over those of the first stage: with an interval, the product of "
         "interleaved factors; without one, the ratio of the two runs",
-        is_total=True,
     ),
     PEAK_MEMORY,
     Figure("final_loss", "loss", ".3f", "of the last step, nats per token"),
@@ -89,8 +86,6 @@ FIGURES = [
         "their notes claim: `python ladder.py as_logged` compares runs that do",
     ),
     Figure("ms_per_step", "ms/step", ",.0f", "a median, like tokens/s"),
-    Figure("tokens_per_step", "tokens/step", ",.0f", "of all ranks and micro-steps"),
-    Figure("base", "base"),
     Figure("first_step_s", "first step, s", ".1f"),
     Figure(
         "utilization",
@@ -98,8 +93,6 @@ FIGURES = [
         ".0%",
         "the model's FLOPs per second over the measured rate of a large matmul on this device",
     ),
-    Figure("published_tokens_per_sec", "published tokens/s", ",.0f"),
-    *(Figure(f"predicted_{limit}", limit, ".0%", "predicted share of a step") for limit in LIMITS),
 ]
 
 
@@ -162,7 +155,8 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             "published_over_base": published_factor(stage.published, base.published),
             "a100_over_base": a100,
             "predicted_over_base": ours.over(theirs) if ours and theirs else None,
-            **{f"predicted_{limit}": ours.share(limit) if ours else None for limit in LIMITS},
+            **{f"predicted_{limit}_ms": ours and 1e3 * getattr(ours, limit) for limit in LIMITS},
+            "published_ms_per_step": stage.published.ms_per_step,
             "over_first": speed.over_first,
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
@@ -177,23 +171,16 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def fastest_over_first(results: Sequence[Result]) -> Stage | None:
-    """Return the fastest stage that changes the speed, with the first one as its base, to
-    interleave the two; None if no stage is faster, or if the fastest takes other tokens a step.
+    """Return the fastest stage with the first one as its base, to interleave the two; None if no
+    stage is faster, or if the fastest takes other tokens a step.
     """
-    speeds = speeds_of(results)
-    known = {
-        result.stage: speed.over_first.value
-        for result in results
-        if (speed := speeds.get(result.stage.name))
-        and speed.over_first
-        and not (result.stage.base and speed.over_base and speed.over_base.is_about_one)
-    }
-    if not known:
-        return None
-    first, fastest = next(iter(known)), max(known, key=lambda stage: known[stage])
-    if fastest is first or fastest.tokens_per_step != first.tokens_per_step:
-        return None
-    return fastest if fastest.base is first else replace(fastest, comparison=TOTAL, base=first)
+    done = [result.stage for result in results if result.run]
+    name = fastest_of(rows_of(results)).name if done else ""
+    for stage in done[1:]:
+        first = done[0]
+        if stage.name == name and stage.tokens_per_step == first.tokens_per_step:
+            return stage if stage.base is first else replace(stage, comparison=TOTAL, base=first)
+    return None
 
 
 def mean_difference(ours: Curve, theirs: Curve) -> float | None:
@@ -237,8 +224,7 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
     if rows:
         command = f"python ladder.py {ladder.replace(SUFFIX, ' --quick')}"
         report = with_pictures(report, record, results, command)
-    comparisons = [result.comparison for result in results if result.run and result.comparison]
-    write_results(record, results, [*(run.summary for _, run in done), *comparisons], report)
+    write_results(record, results, report)
 
 
 def with_pictures(
@@ -248,28 +234,21 @@ def with_pictures(
     here: the staircase, and losses beside published ones.
     """
     pair = fastest_over_first(results)
-    total = look_up(record, pair).comparison if pair else None
-    stairs = staircase_of(results, report.rows, total.ratio() if total else None)
-    done = [result.stage for result in results if result.run]
-    summary = summarize(stairs)
-    tokens = sorted({stage.tokens_per_step for stage in done})
-    model = model_of(done[0].config)
-    sizes = f"{' to '.join(f'{n:,}' for n in (*tokens[:1], *tokens[1:][-1:]))} tokens a step"
-    about = f"{report.title}: {model}, {sizes}"
+    timed = look_up(record, pair).comparison if pair else None
+    stairs = staircase_of(results, report.rows, timed.ratio() if timed else None)
+    summary, model = summarize(stairs), model_of(results[0].stage.config)
     report.folder.mkdir(parents=True, exist_ok=True)
-    draw_staircase(report.folder / "first.svg", stairs, f"{model}: {summary.headline}", stairs.unit)
-    panels = panels_of(results)
-    if panels:
+    draw_staircase(report.folder / "first.svg", stairs, f"{model}: {summary.headline}")
+    pictures = {"first.svg": summary.headline}
+    if panels := panels_of(results):
         draw_panels(report.folder / "loss.svg", panels)
-    losses = {"loss.svg": "loss curves, measured over published"} if panels else {}
-    return replace(
-        report,
-        summary=summary,
-        pictures={"first.svg": summary.headline, **losses},
-        page="speed.html",
-        parts={"stairs": stairs, "what": about, "command": command},
-        markdown=markdown_of(stairs, summary, command),
-    )
+        pictures["loss.svg"] = "loss curves, measured over published"
+    parts = {
+        "stairs": stairs,
+        "what": f"{report.title}: {model}",
+        "command": command,
+    }
+    return replace(report, summary=summary, pictures=pictures, page="speed.html", parts=parts)
 
 
 def about_runs(done: Done, options: str) -> list[str]:
@@ -327,15 +306,15 @@ def plot_runs(folders: Sequence[str]) -> None:
 
 WORTH = [
     Figure("optimization", "optimization"),
-    bar("first", "on first", "", "the speed with it alone over the speed with none"),
-    bar("last", "on last", "", "the speed with all over the speed with all but it"),
+    Figure("first", "on first", "", "the speed with it alone over the speed with none"),
+    Figure("last", "on last", "", "the speed with all over the speed with all but it"),
     Figure("memory_mb_without", "MB without", ",.0f", "peak memory in MiB with all but it"),
     Figure("memory_mb_with", "MB with", ",.0f", "peak memory in MiB with all"),
 ]
 
 
 def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[Stage]]) -> None:
-    """Report each optimization on first and on last, with worth.svg.
+    """Report each optimization on first and on last.
 
     Raises TrainingError if nothing is finished.
     """
@@ -357,7 +336,6 @@ def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[St
     write_results(
         record,
         results,
-        found,
         Report(
             record.folder,
             f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
@@ -365,7 +343,6 @@ def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[St
             rows,
             about=[*about],
             meaning=INTERVALS,
-            bars="worth.svg",
         ),
     )
 
@@ -426,7 +403,7 @@ def across(folders: Sequence[str], out: Path) -> None:
             row.values.update(published_factors(files[stage], files[base]))
         row.values["stage"] = row.label
         rows.append(row)
-    columns = [bar(name, name) for name in (*machines, *PUBLISHED)]
+    columns = [Figure(name, name) for name in (*machines, *PUBLISHED)]
     write_report(
         Report(
             out,
@@ -437,7 +414,6 @@ def across(folders: Sequence[str], out: Path) -> None:
             "the same step in the a100 series and in the list of timings on one GPU "
             "(`logs/reference/`). A machine that ran another precision in place of bf16 has no "
             f"factor for bf16. {INTERVALS}",
-            bars="across.svg",
         )
     )
 

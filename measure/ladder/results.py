@@ -5,11 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from measure.interleaved.comparison import Comparison
-from measure.ladder.record import DIRTY, FILE, Prediction, Record, Run, Summary, differences
+from measure.ladder.record import DIRTY, FILE, Prediction, Record, Run, differences
 from measure.ladder.stages import Stage
 from measure.report.report import Report, write_report
-
-Origins = Sequence[Summary | Comparison]  # results with their machine, day and commit
 
 
 @dataclass
@@ -54,9 +52,7 @@ def look_up(record: Record, stage: Stage) -> Result:
     return found
 
 
-def write_results(
-    record: Record, results: Sequence[Result], origins: Origins, report: Report
-) -> None:
+def write_results(record: Record, results: Sequence[Result], report: Report) -> None:
     """Write a report with the failures of this climb, the results that are left out, the machines
     and the changed files.
 
@@ -67,20 +63,13 @@ def write_results(
     if has and not report.rows and not remarks:
         lacks = [result.stage.key for result in results if not (result.run or result.comparison)]
         remarks.append(f"note: {FILE} has {shortened(has)}, but lacks {shortened(lacks)}")
-    about = [*report.about, *uncommitted(record, origins)]
-    write_report(replace(report, remarks=remarks, about=about, where=places(origins)))
+    about = [*report.about, *uncommitted(record)]
+    write_report(replace(report, remarks=remarks, about=about))
 
 
-def places(origins: Origins) -> str:
-    """Return each machine of some results once, with its days."""
-    days = dict[str, set[str]]()
-    for origin in origins:
-        days.setdefault(origin.place, set()).update(filter(None, [origin.date]))
-    return "; ".join(", ".join([place, *sorted(days[place])]) for place in days)
-
-
-def uncommitted(record: Record, origins: Origins) -> Iterator[str]:
+def uncommitted(record: Record) -> Iterator[str]:
     """Yield a line for each commit that was changed when it made results: its changed files."""
+    origins = [*(run.summary for run in record.runs.values()), *record.comparisons.values()]
     for commit in dict.fromkeys(origin.git for origin in origins):
         if commit and commit.endswith(DIRTY):
             known = record.changes.get(commit, [])

@@ -2,7 +2,7 @@
 and its picture, and the sentences of its summary.
 """
 
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +10,17 @@ from pathlib import Path
 from measure.ladder.explain import lowered
 from measure.ladder.record import LIMITS, Run, curve
 from measure.ladder.results import Result
-from measure.report.estimate import Estimate
+from measure.report.estimate import Estimate, three_digits
 from measure.report.pictures import WIDTH, Pair, Scale, pair_of
 from measure.report.report import Row, Summary
-from measure.report.tables import markdown_table
 from measure.report.templates import render
 from runtime.files import write_atomic
 
 PER = 1024  # tokens whose time is shown, if the stages differ in the tokens of a step
 CLOSE = 1.25  # a prediction is right if it is at most this factor off
 CHANGES = 1.15  # a factor beyond it counts when predictions are judged
-# Pixels of the picture: the longest bar, an outline too short for a text, the first row, a row
-LONGEST, SHORT, TOP, LINE = 430, 95, 82, 34
+TOP, LINE = 82, 34  # of the picture, in pixels: the first row, and a row
+SHORT = 0.22  # of the longest time: an outline without room for a text
 
 
 @dataclass(eq=False)
@@ -32,24 +31,13 @@ class Stair:
     run: Run
     base: "Stair | None"  # None for the first stage, and if there is no factor over the base
     ms: float
-    ms_text: str
-    predicted: dict[str, float]  # predicted milliseconds, by LIMITS; empty without a prediction
-    published_ms: float | None  # of a step
-
-    @property
-    def name(self) -> str:
-        """The stage's name."""
-        return self.row.name
-
-    @property
-    def title(self) -> str:
-        """The title of its technique, or its name."""
-        return self.row.card.title or self.name
+    predicted: dict[str, float]  # predicted milliseconds by LIMITS; empty without a prediction
 
     @property
     def words(self) -> str:
         """What it changes, within a sentence: `flash attention with a batch of 6`."""
-        return " with ".join(filter(None, [lowered(self.title), self.row.card.also]))
+        card = self.row.card
+        return " with ".join(filter(None, [lowered(card.title), card.also]))
 
     @property
     def factor(self) -> Estimate:
@@ -57,50 +45,10 @@ class Stair:
         return self.row.values["over_base"] or Estimate(1.0)
 
     @property
-    def predicted_factor(self) -> float | None:
-        """The predicted speed over the base."""
-        return self.row.values["predicted_over_base"]
-
-    @property
-    def published_factor(self) -> float | None:
-        """The published speed over the base; on an A100 if that of its own log is not known."""
-        values = self.row.values
-        return values["published_over_base"] or values["a100_over_base"]
-
-    @property
     def predicted_end(self) -> float | None:
         """The milliseconds at which the prediction puts the end of its bar."""
-        if self.base is None or not self.predicted_factor:
-            return None
-        return self.base.ms / self.predicted_factor
-
-    @property
-    def predicted_ms(self) -> float:
-        """All predicted milliseconds."""
-        return sum(self.predicted.values())
-
-    @property
-    def predicted_text(self) -> str:
-        """All predicted milliseconds, in three digits."""
-        return three_digits(self.predicted_ms)
-
-    @property
-    def pieces(self) -> list[tuple[str, float, float]]:
-        """Name, start and length in milliseconds of the pieces of its predicted time."""
-        starts = [0.0, *(sum([*self.predicted.values()][:i]) for i in (1, 2))]
-        pairs = zip(self.predicted.items(), starts, strict=False)
-        return [(limit, start, ms) for (limit, ms), start in pairs]
-
-    @property
-    def changes_nothing(self) -> bool:
-        """True if its factor is about 1."""
-        return bool(self.base) and self.factor.is_about_one
-
-    @property
-    def longest(self) -> float:
-        """The longest time on its card, predicted or measured, before it or with it."""
-        both = [self, self.base or self]
-        return max(ms for stair in both for ms in (stair.ms, stair.predicted_ms))
+        guess = self.row.values["predicted_over_base"]
+        return self.base.ms / guess if self.base and guess else None
 
     @property
     def losses(self) -> Pair:
@@ -108,62 +56,32 @@ class Stair:
         ours, theirs = (curve(stair.run.log) for stair in (self, self.base or self))
         return pair_of(ours, theirs, "training loss")
 
-    @property
-    def table(self) -> list[tuple[str, str, str]]:
-        """Figures before the stage and with it: their names and texts."""
-        pair = [(self.base or self).row.values, self.row.values]
-        steps = self.row.values["steps"]
-        rows = {
-            "tokens a second": ("tokens_per_sec", ",.0f"),
-            "MFU": ("utilization", ".0%"),
-            "peak memory, MiB": ("peak_memory_mb", ",.0f"),
-            "first step, s": ("first_step_s", ".1f"),
-            f"loss after {steps} steps": ("final_loss", ".3f"),
-        }
-        return [
-            (name, *(format(values[figure], style) for values in pair))  # type: ignore[misc]
-            for name, (figure, style) in rows.items()
-            if None not in (pair[0].get(figure), pair[1].get(figure))
-        ]
-
-
-def three_digits(value: float) -> str:
-    """Format a positive number with at least three digits: `2.39`, `29.2`, `1,234`."""
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
 
 @dataclass(frozen=True)
 class Staircase:
     """The stages of a ladder of speeds that have finished, at least one."""
 
     stairs: Sequence[Stair]
-    is_per_step: bool  # all take the same tokens a step
+    unit: str  # of all times
     total: Estimate | None  # of the fastest stage over the first, if these two were interleaved
-
-    @property
-    def unit(self) -> str:
-        """The unit of all times."""
-        return "milliseconds a step" if self.is_per_step else f"milliseconds per {PER:,} tokens"
 
     @property
     def shown(self) -> list[Stair]:
         """The stages that change the speed, and the first."""
-        return [stair for stair in self.stairs if not stair.changes_nothing]
+        return [stair for stair in self.stairs if changes_speed(stair.row)]
 
     @property
     def folded(self) -> list[Stair]:
         """The stages that do not change the speed."""
-        return [stair for stair in self.stairs if stair.changes_nothing]
+        return [stair for stair in self.stairs if not changes_speed(stair.row)]
 
     @property
     def folded_text(self) -> str:
         """A sentence on the stages that do not change the speed."""
-        factors = sorted(stair.factor.value for stair in self.folded)
-        count = f"{len(factors)} more stages, each" if len(factors) > 1 else "1 more stage,"
-        ends = dict.fromkeys(f"{factor:.2f}" for factor in (factors[0], factors[-1]))
+        factors = [stair.factor.value for stair in self.folded]
         return (
-            f"{count} {' to '.join(ends)} times as fast: they change what the model learns, or "
-            "nothing here"
+            f"{len(factors)} more, {min(factors):.2f} to {max(factors):.2f} times as fast: they "
+            "change what the model learns, or nothing here"
         )
 
     @property
@@ -178,42 +96,61 @@ class Staircase:
 
     @property
     def fastest(self) -> Stair:
-        """The fastest stage, of those that change the speed and ran where the first did."""
-        here = [stair for stair in self.shown if stair.row.values["over_first"]]
-        return max(here, key=lambda stair: stair.row.values["over_first"].value)
+        """The fastest stage, see `fastest_of`."""
+        best = fastest_of([stair.row for stair in self.stairs])
+        return next(stair for stair in self.stairs if stair.row is best)
 
-    @property
-    def published_heading(self) -> str:
-        """The heading of published factors: of the stages' own logs, or of the a100 series."""
-        others = [stair.row.values["published_over_base"] for stair in self.stairs if stair.base]
-        return "published" if any(others) else "A100"
+
+def changes_speed(row: Row) -> bool:
+    """True unless the factor of a stage is about 1."""
+    factor = row.values["over_base"]
+    is_known = factor and row.base != row.name
+    return not (
+        is_known and 0.95 <= factor.value <= 1.05 and (factor.low is None or factor.verdict)
+    )
+
+
+def fastest_of(rows: Sequence[Row]) -> Row:
+    """Return the fastest stage, of those that change the speed and ran where the first did."""
+    here = [row for row in rows if row.values["over_first"] and changes_speed(row)]
+    return max(here, key=lambda row: row.values["over_first"].value)
 
 
 def staircase_of(
     results: Sequence[Result], rows: Sequence[Row], total: Estimate | None
 ) -> Staircase:
     """Return the staircase of finished stages, given one row for each."""
-    found = {result.stage.name: result for result in results}
-    is_per_step = len({row.values["tokens_per_step"] for row in rows}) == 1
+    runs = [result.run for result in results if result.run]
+    tokens = {row.values["tokens_per_step"] for row in rows}
     stairs = dict[str, Stair]()
-    times = [
-        row.values["ms_per_step"] * (1 if is_per_step else PER / row.values["tokens_per_step"])
-        for row in rows
-    ]
-    for row, ms in zip(rows, times, strict=True):
-        result = found[row.name]
-        assert result.run  # only finished stages have a row
-        base = stairs.get(row.base) if row.base != row.name and row.values["over_base"] else None
-        predicted = dict[str, float]()
-        if guess := result.prediction:
-            each = 1e3 if is_per_step else 1e3 * PER / guess.tokens
-            predicted = {limit: getattr(guess, limit) * each for limit in LIMITS}
-        text = f"{ms:,.0f}" if min(times) >= 10 else three_digits(ms)
-        listed = result.stage.published.ms_per_step
+    for row, run in zip(rows, runs, strict=True):
+        share = 1.0 if len(tokens) == 1 else PER / row.values["tokens_per_step"]
+        guesses = {limit: row.values[f"predicted_{limit}_ms"] for limit in LIMITS}
         stairs[row.name] = Stair(
-            row, result.run, base, ms, text, predicted, listed if is_per_step else None
+            row,
+            run,
+            stairs.get(row.base) if row.values["over_base"] else None,
+            share * row.values["ms_per_step"],
+            {limit: share * ms for limit, ms in guesses.items() if ms is not None},
         )
-    return Staircase([*stairs.values()], is_per_step, total)
+    size = f"a step of {min(tokens):,}" if len(tokens) == 1 else f"per {PER:,}"
+    return Staircase([*stairs.values()], f"milliseconds {size} tokens", total)
+
+
+def draw_staircase(path: Path, stairs: Staircase, title: str) -> None:
+    """Write the stages that change the speed as a picture: a bar is the time that is left, its
+    outline the time that the stage took away.
+    """
+    rows, most = [], max(stair.ms for stair in stairs.shown)
+    for i, stair in enumerate(stairs.shown):
+        name = f"+ {lowered(stair.row.card.title)}" if stair.base else stair.row.title
+        # a text beside the bar, but not across the end of a short outline
+        outline = max((stair.base or stair).ms, stair.ms)
+        text = outline if outline - stair.ms < SHORT * most else stair.ms
+        rows.append((name, stair, TOP + LINE * i, text))
+    height = TOP + LINE * len(rows) + (28 if stairs.folded else 8)
+    parts = {"width": WIDTH, "height": height, "title": title, "stairs": stairs, "rows": rows}
+    write_atomic(path, render("first.svg", parts | {"most": most}))
 
 
 # ---- the summary
@@ -221,120 +158,72 @@ def staircase_of(
 
 def device_of(run: Run) -> str:
     """Name the device of a run, with its article: `an NVIDIA H200`, `an AMD EPYC, 2 cores`."""
-    summary = run.summary
-    is_cpu = summary.device in (None, "cpu")
-    name = ", ".join(summary.machine.split(", ")[:2]) if is_cpu else str(summary.device)
-    name = name.replace("(R)", "").replace("(TM)", "").replace(" Processor", "")
+    noise = r"; .*|, \d+ GiB.*|\(R\)|\(TM\)| Processor"
+    name = re.sub(noise, "", run.summary.place)
     return f"{'an' if name[:1] in 'AEION' else 'a'} {name}"  # NVIDIA begins with a vowel's sound
 
 
 def summarize(stairs: Staircase) -> Summary:
     """Return the summary of a ladder: how many times as fast, by what, and as predicted?"""
-    first, best = stairs.stairs[0], stairs.fastest
-    values, device = best.row.values, device_of(best.run)
+    first, best, device = stairs.stairs[0], stairs.fastest, device_of(stairs.fastest.run)
+    values, start = best.row.values, first.row.values
     speed = f"{values['tokens_per_sec']:,.0f} tokens a second"
     if values["utilization"]:
         speed += f", MFU {values['utilization']:.0%}"
     if best is first:
         others = "; no later stage is faster" if len(stairs.stairs) > 1 else ""
-        return Summary(f"{first.ms_text} {stairs.unit} on {device}{others}", f"{speed}.")
+        return Summary(f"{three_digits(first.ms)} {stairs.unit} on {device}{others}", f"{speed}.")
     total = stairs.total or values["over_first"]
-    memory = values["peak_memory_mb"] / first.row.values["peak_memory_mb"]
+    factor = (
+        "No clear change of speed"
+        if total.verdict
+        else f"{three_digits(total.value)} times as fast"
+    )
+    end = f"{three_digits(best.ms)} with {best.words}"
+    is_direct = stairs.total or best.base is first
+    how = "interleaved runs" if is_direct else "the product of interleaved factors"
+    how = f"{total} by {how}, the times by single runs" if total.low else "a ratio of single runs"
+    if values["tokens_per_step"] != start["tokens_per_step"]:
+        how += f", of {start['tokens_per_step']:,} and {values['tokens_per_step']:,} tokens a step"
+    memory = values["peak_memory_mb"] / start["peak_memory_mb"]
     return Summary(
-        f"{total.short} times as fast on {device}",
-        f"{how_fast(stairs, total)} {largest(stairs)}".strip(),
-        f"{speed}, {memory:.2f} of the memory. {judged(stairs)}".strip(),
+        f"{factor} on {device}",
+        f"{three_digits(first.ms)} {stairs.unit} became {end} ({how}).{largest(stairs)}",
+        f"{speed}, {memory:.2f} of the memory.{judged(stairs)}",
         f"How many times as fast on {device}?",
     )
 
 
-def how_fast(stairs: Staircase, total: Estimate) -> str:
-    """Return a sentence on the time of the first and the fastest stage, and on how the total is
-    known.
-    """
-    first, best = stairs.stairs[0], stairs.fastest
-    stage = "" if best is stairs.stairs[-1] else f" with {best.words}"
-    times = f"{first.ms_text} {stairs.unit} became {best.ms_text}{stage}"
-    tokens = [f"{stair.row.values['tokens_per_step']:,}" for stair in (first, best)]
-    at = "" if tokens[0] == tokens[1] else f", at {' and '.join(tokens)} tokens a step"
-    if total.low is None:
-        return f"{times} (a ratio of two single runs{at})."
-    is_direct = stairs.total or best.base is first
-    how = "interleaved" if is_direct else "by the product of the interleaved factors"
-    return f"{times} in single runs; {how} it is {total} times as fast{at}."
-
-
 def largest(stairs: Staircase) -> str:
-    """Return a sentence on the two largest factors up to the fastest stage."""
-    until = stairs.stairs[: stairs.stairs.index(stairs.fastest) + 1]
-    faster = [stair for stair in until if stair.base and stair.factor.ends[0] > 1]
-    two = sorted(faster, key=lambda stair: -stair.factor.value)[:2]
-    names = [f"{stair.words} ({stair.factor.short})" for stair in sorted(two, key=until.index)]
-    return f"The most came from {' and '.join(names)}." if names else ""
-
-
-def is_close(a: float, b: float) -> bool:
-    """True if two factors differ by at most CLOSE."""
-    return max(a / b, b / a) <= CLOSE
+    """Return a sentence on the two largest factors."""
+    ranked = sorted(stairs.shown, key=lambda stair: -stair.factor.value)[:2]
+    names = [f"{s.words} ({s.factor.value:.2f})" for s in ranked if s.factor.ends[0] > 1]
+    return f" The most came from {' and '.join(names)}." if names else ""
 
 
 def judged(stairs: Staircase) -> str:
     """Return sentences on the predicted total, and on how often the predictions were right, beside
     predicting no change; empty without predictions.
     """
-    first, best = stairs.stairs[0], stairs.fastest
-    text = ""
-    if best is not first and first.predicted and best.predicted:
-        total = Estimate(first.predicted_ms / best.predicted_ms)
-        text = f"Predicted before it was timed: {total.short}. "
-    changed = [
-        (stair.words, stair.factor.value, stair.predicted_factor)
-        for stair in stairs.stairs
-        if stair.base
-        and stair.predicted_factor
-        and max(stair.factor.value, 1 / stair.factor.value) > CHANGES
+    first, best = stairs.stairs[0].predicted, stairs.fastest.predicted
+    if not (first and best):
+        return ""
+    pairs = [
+        (stair.factor.value, guess)
+        for stair in stairs.shown
+        if stair.base and (guess := stair.row.values["predicted_over_base"])
     ]
-    if not changed:
-        return text
-    missed = [
-        f"{words} ({guess:.2f})" for words, real, guess in changed if not is_close(real, guess)
-    ]
-    null = sum(is_close(real, 1.0) for _, real, _ in changed)
-    but = f", all but {' and '.join(missed)}" if 0 < len(missed) < 3 else ""
+    changed = [pair for pair in pairs if not is_close(pair[0], 1.0, CHANGES)]
+    hits = sum(is_close(real, guess) for real, guess in changed)
+    null = sum(is_close(real, 1.0) for real, _ in changed)
+    total = three_digits(sum(first.values()) / sum(best.values()))
     return (
-        f"{text}Within 25% for {len(changed) - len(missed)} of the {len(changed)} stages that "
-        f"change the speed by more than 15%{but}; predicting 1 for all would be right for {null}."
+        f" Predicted before it was timed: {total}, and within 25% for {hits} of the "
+        f"{len(changed)} stages that change the speed by more than 15%; predicting 1 for all would "
+        f"be right for {null}."
     )
 
 
-def markdown_of(stairs: Staircase, summary: Summary, command: str) -> str:
-    """Return the summary and a table of the stages that change the speed, to paste elsewhere."""
-    headings = ["stage", stairs.unit, "times as fast", "95%", "predicted", stairs.published_heading]
-    cells = []
-    for stair in stairs.shown:
-        guesses = (stair.predicted_factor, stair.published_factor)
-        texts = ["" if factor is None else f"{factor:.2f}" for factor in guesses]
-        figures = [stair.factor.short, stair.factor.interval, *texts] if stair.base else [""] * 4
-        cells.append([stair.row.title, stair.ms_text, *figures])
-    run = stairs.stairs[0].run.summary
-    about = f"PyTorch {run.torch.partition('+')[0]}, {run.date}. Yours: `{command}`"
-    sentences = " ".join(filter(None, [summary.lead, summary.more]))
-    table = markdown_table(headings, cells)
-    return "\n\n".join([f"**{summary.headline}**", sentences, table, about])
-
-
-def draw_staircase(path: Path, stairs: Staircase, title: str, about: str) -> None:
-    """Write the stages that change the speed as a picture: a bar is the time that is left, its
-    outline the time that the stage took away.
-    """
-    shown, bars = stairs.shown, []
-    scale = Scale(0.0, max(stair.ms for stair in shown), 0.0, LONGEST)
-    for i, stair in enumerate(shown):
-        name = f"+ {lowered(stair.title)}" if stair.base else stair.title
-        end, outline = (scale.at((of or stair).ms) for of in (stair, stair.base))
-        # beside the bar, but not across the end of a short outline
-        label = max(end, outline) if outline - end < SHORT else end
-        bars.append((name, stair, TOP + LINE * i, end, outline, label + 8))
-    height = TOP + LINE * len(bars) + (28 if stairs.folded else 8)
-    parts = {"width": WIDTH, "height": height, "title": title, "about": about}
-    write_atomic(path, render("first.svg", parts | {"stairs": stairs, "bars": bars}))
+def is_close(a: float, b: float, most: float = CLOSE) -> bool:
+    """True if two factors differ by at most a factor of `most`."""
+    return max(a / b, b / a) <= most

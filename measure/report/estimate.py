@@ -1,5 +1,6 @@
 """A figure with its interval. Does not import torch."""
 
+import math
 from dataclasses import dataclass
 
 SAME = (0.95, 1.05)  # an interval inside shows that two speeds differ by less than 5%
@@ -42,12 +43,6 @@ class Estimate:
         return "no difference" if SAME[0] <= low and high <= SAME[1] else "unclear"
 
     @property
-    def is_about_one(self) -> bool:
-        """True of a factor of 0.95 to 1.05, if its interval contains 1 or is not known."""
-        low, high = self.ends
-        return SAME[0] <= self.value <= SAME[1] and (self.low is None or low <= 1 <= high)
-
-    @property
     def digits(self) -> int:
         """The decimals of a factor that its interval needs."""
         low, high = self.ends
@@ -55,17 +50,10 @@ class Estimate:
         return 3 if self.low is not None and (high - low < 0.02 or hides_one) else 2
 
     @property
-    def short(self) -> str:
-        """A factor in three digits: `0.87`, `2.35`, `11.3`."""
-        return f"{self.value:.{1 if self.value >= 10 else 2}f}"
-
-    @property
     def interval(self) -> str:
         """The interval of a factor, with its verdict: `0.96 to 1.28, unclear`; empty without."""
-        if self.low is None:
-            return ""
         low, high = (f"{end:.{self.digits}f}" for end in self.ends)
-        return f"{low} to {high}" + (self.verdict and f", {self.verdict}")
+        return "" if self.low is None else f"{low} to {high}{self.verdict and ', '}{self.verdict}"
 
     def __str__(self) -> str:
         """Format a factor, with its verdict: `1.12 (0.96 to 1.28), unclear`."""
@@ -81,3 +69,8 @@ class Estimate:
         half = "" if self.low is None else f" +- {high - self.value:{style}}"
         noise = " (within noise)" if low <= 0 <= high else ""
         return f"{self.value:{style}}{half}{noise}"
+
+
+def three_digits(value: float) -> str:
+    """Format a positive number with at least three digits: `2.39`, `29.2`, `1,234`."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"

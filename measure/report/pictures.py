@@ -2,18 +2,14 @@
 
 import itertools
 import math
-import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from measure.report.estimate import Estimate
 from measure.report.templates import render
 from runtime.files import write_atomic
 
 WIDTH, MARGIN = 800, 16
-LEFT, RIGHT = 260, 545  # ends of the longest bar: its name and its figures are beside it
-BAR, LINE = 15, 17  # heights of a bar and of a line of text
 MOST_POINTS = 500  # of a curve
 Curve = dict[int, float]  # values by x, such as steps
 
@@ -54,40 +50,6 @@ def legend_of(groups: Iterable[Iterable[str]]) -> dict[str, tuple[int, int, int]
     }
 
 
-def draw_bars(path: Path, rows: Mapping[str, Mapping[str, Estimate]], about: str = "") -> None:
-    """Draw a group of factors as horizontal bars for each name, hollow without an interval.
-
-    The key of a bar is its legend, the same in all groups. `about`: the machine and the date.
-    """
-    legend = legend_of(rows.values())
-    top = bottom = max(y for _, _, y in legend.values()) + 24
-    groups = []
-    for name, bars in rows.items():
-        lines = textwrap.wrap(name, 32)
-        height = max(BAR * len(bars), LINE * len(lines))
-        middle = bottom + height / 2
-        groups.append((name, centred(lines, middle, LINE), centred([*bars.items()], middle, BAR)))
-        bottom += height + 10
-    longest = max(bar.ends[1] for bars in rows.values() for bar in bars.values())
-    described = textwrap.wrap(about, 120)
-    parts = {
-        "width": WIDTH,
-        "height": bottom + 48 + 16 * len(described),
-        "about": described,
-        "legend": legend,
-        "scale": Scale(0.0, longest, LEFT, RIGHT),
-        "groups": groups,
-        "ends": (top - 4, bottom),
-    }
-    write_atomic(path, render("bars.svg", parts))
-
-
-def centred(items: Sequence[Any], middle: float, size: float) -> list[tuple[Any, float]]:
-    """Return each item with the middle of its row; the rows are centred around `middle`."""
-    first = middle - size * (len(items) - 1) / 2
-    return [(item, first + size * i) for i, item in enumerate(items)]
-
-
 def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Curve]]) -> None:
     """Draw a panel of loss curves for each title, up to three beside each other.
 
@@ -125,41 +87,28 @@ def span(values: Collection[float]) -> tuple[float, float]:
 
 
 class Pair(NamedTuple):
-    """A curve beside its base's, as a card's small picture of 340 x 166 pixels."""
+    """A curve beside its base's, as a card's small picture of 250 x 166 pixels."""
 
     what: str
-    lines: list[tuple[str, str]]  # class and points: of the base, then its own
+    lines: dict[str, str]  # points by class: of the base, then its own
     ticks: list[tuple[float, str]]  # heights and texts
-    labels: list[tuple[str, float, str]]  # class, height and text at the ends
     steps: tuple[int, int]  # at the ends of the axis
-    about: str
+    last: dict[str, float]  # the last values by class
 
 
 def pair_of(own: Curve, base: Curve, what: str) -> Pair:
     """Draw the last two thirds of a curve and of its base's, in nats per token."""
     steps = sorted(own)
     start, end = steps[len(steps) // 3], steps[-1]
-    tails = [
-        points_of({x: y for x, y in curve.items() if start <= x <= end}) for curve in (base, own)
-    ]
-    low, high = span([y for tail in tails for _, y in tail])
-    across, up = Scale(start, max(end, start + 1), 34, 240), Scale(low, high, 130, 8)
-    lines = [" ".join(f"{across.at(x)},{up.at(y)}" for x, y in tail) for tail in tails]
-    before, ours = (curve.get(end, math.nan) for curve in (base, own))
-    heights = [up.at(y) + 4 if math.isfinite(y) else 69 for y in (before, ours)]
-    if abs(before - ours) < 0.0005:
-        labels = [("own", heights[1], f"{ours:.3f}, as before")]
-    else:
-        if abs(heights[0] - heights[1]) < 13:
-            middle, up_first = sum(heights) / 2, before >= ours
-            heights = [middle - 7, middle + 7] if up_first else [middle + 7, middle - 7]
-        texts = (f"{before:.3f} before", f"{ours:.3f} with it")
-        labels = [*zip(("base", "own"), heights, texts, strict=True)]
-    return Pair(
-        what,
-        [*zip(("base", "own"), lines, strict=True)],
-        up.ticks,
-        labels,
-        (start, end),
-        f"{what}: {ours:.3f} at the end, before {before:.3f}",
-    )
+    tails = {
+        kind: points_of({x: y for x, y in curve.items() if start <= x <= end})
+        for kind, curve in (("base", base), ("own", own))
+    }
+    across = Scale(start, max(end, start + 1), 34, 240)
+    up = Scale(*span([y for tail in tails.values() for _, y in tail]), 130, 8)
+    lines = {
+        kind: " ".join(f"{across.at(x)},{up.at(y)}" for x, y in tail)
+        for kind, tail in tails.items()
+    }
+    last = {"own": own[end], "base": base.get(end, math.nan)}
+    return Pair(what, lines, up.ticks, (start, end), last)

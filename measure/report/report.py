@@ -1,4 +1,4 @@
-"""One report from figures declared once: console, report.md, results.csv, picture, page."""
+"""One report from figures declared once: console, report.md, results.csv, page."""
 
 import base64
 import csv
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from measure.report.estimate import Estimate
-from measure.report.pictures import draw_bars
 from measure.report.tables import markdown_table, print_table
 from measure.report.templates import render
 from runtime.errors import TrainingError
@@ -34,7 +33,6 @@ class Card(NamedTuple):
     elsewhere: Sequence[str] = ()  # published results, and results on other machines
     yaml: str = ""
     code: Sequence[tuple[str, int, str]] = ()  # file, line, text
-    ran: str = ""  # sizes of the model and of the run
 
 
 class Row(NamedTuple):
@@ -51,7 +49,7 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name in pictures."""
+        """The name in tables."""
         return self.name if self.title == self.name else f"{self.title} ({self.name})"
 
     @property
@@ -67,8 +65,6 @@ class Figure(NamedTuple):
     heading: str
     style: str | Callable[[Values], str] = ""  # a format such as ",.0f", or the text of a row
     meaning: str = ""
-    bar: bool = False  # a factor, drawn as a bar with its interval
-    is_total: bool = False  # a terminal shows it without its interval
 
     def text(self, row: Row) -> str:
         """Format the figure of a row; empty without one."""
@@ -76,11 +72,6 @@ class Figure(NamedTuple):
             return self.style(row.values)
         value = row.values.get(self.name)
         return "" if value is None else format(value, self.style)
-
-    def factor(self, row: Row) -> Estimate | None:
-        """Return the figure of a row to draw as a bar."""
-        value = row.values.get(self.name)
-        return value if value is None or isinstance(value, Estimate) else Estimate(value)
 
 
 PEAK_MEMORY = Figure(
@@ -120,16 +111,13 @@ class Report:
     about: Sequence[str] = ()  # machines and versions
     meaning: str = ""  # explains all figures together
     pictures: Mapping[str, str] = field(default_factory=dict)  # caption by file, which is there
-    bars: str = ""  # file for a picture of the bars
-    where: str = ""  # machine and date, for that picture
     page: str = "page.html"  # the template of its page
-    parts: Mapping[str, Any] = field(default_factory=dict)  # further ones of that template
-    markdown: str = ""  # to copy from the page (default: report.md)
+    parts: Mapping[str, Any] = field(default_factory=dict)  # further ones of the templates
 
 
 def write_report(report: Report) -> None:
-    """Print a table of figures, and write it with all that explains it: report.md, report.html,
-    results.csv, and a picture of the bars. Raises TrainingError without rows.
+    """Print a table of figures, and write it with all that explains it: report.md, report.html and
+    results.csv. Raises TrainingError without rows.
     """
     folder, rows = report.folder, report.rows
     if not rows:
@@ -138,28 +126,21 @@ def write_report(report: Report) -> None:
     names, *others = report.figures
     figures = [figure for figure in others if any(map(figure.text, rows))]
     headings = [figure.heading for figure in (names, *figures)]
-    cells = [[names.text(row) or row.name, *(f.text(row) for f in figures)] for row in rows]
+    cells = [[names.text(row) or row.label, *(f.text(row) for f in figures)] for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = report.pictures
-    bars = {row.label: factors for row in rows if (factors := factors_of(row, figures))}
-    if report.bars and bars:
-        pictures = {report.bars: "factors with their intervals", **pictures}
-        draw_bars(folder / report.bars, bars, report.where)
     parts = vars(report) | {
         "table": markdown_table(headings, cells),
         "headings": headings,
+        "shown": figures,
         "cells": cells,
         "meanings": [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning],
-        "pictures": pictures,
-        "images": {data_uri(folder / name): text for name, text in pictures.items()},
+        "images": {data_uri(folder / name): text for name, text in report.pictures.items()},
+        **report.parts,
     }
-    text = render("report.md", parts)
-    page = {"markdown": report.markdown or text, **report.parts}
-    write_atomic(folder / "report.md", text)
-    write_atomic(folder / "report.html", render(report.page, parts | page))
+    for file, template in (("report.md", "report.md"), ("report.html", report.page)):
+        write_atomic(folder / file, render(template, parts))
     write_csv(folder / "results.csv", [{names.name: row.name} | row.values for row in rows])
-    lines = [brief(row, texts, figures) for row, texts in zip(rows, cells, strict=True)]
-    print_table(report.title, headings, lines)
+    print_table(report.title, headings, cells)
     print(*report.remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
     if report.summary:
         print(report.summary)
@@ -168,21 +149,6 @@ def write_report(report: Report) -> None:
 def data_uri(picture: Path) -> str:
     """Return an SVG picture as an address that contains it."""
     return f"data:image/svg+xml;base64,{base64.b64encode(picture.read_bytes()).decode()}"
-
-
-def factors_of(row: Row, figures: Sequence[Figure]) -> dict[str, Estimate]:
-    """Return the factors of a row that are drawn as bars, by their headings."""
-    factors = {figure.heading: figure.factor(row) for figure in figures if figure.bar}
-    return {heading: factor for heading, factor in factors.items() if factor is not None}
-
-
-def brief(row: Row, cells: Sequence[str], figures: Sequence[Figure]) -> list[str]:
-    """Return a row's cells for a terminal: with its title, and the total without an interval."""
-    name, *others = cells
-    short = [name if row.title == row.name else f"{name}: {row.title}"]
-    for figure, cell in zip(figures, others, strict=True):
-        short.append(cell.partition(" (")[0] if figure.is_total else cell)
-    return short
 
 
 def write_csv(path: Path, rows: Sequence[Values]) -> None:

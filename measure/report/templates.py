@@ -7,6 +7,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from measure.report.estimate import three_digits
+
 
 def hide_times(text: str) -> Markup:
     """Mark milliseconds before and after a stage in a comment: a page hides them from a reader who
@@ -28,5 +30,5 @@ def render(template: str, parts: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["hide_times"] = hide_times
+    environment.filters |= {"hide_times": hide_times, "three_digits": three_digits}
     return environment.get_template(template).render(parts)
