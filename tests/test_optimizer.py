@@ -84,7 +84,7 @@ def test_weight_decay_groups_of_the_124m_model_hold_every_parameter_once():
     config = load_config("speedup10", fused_adamw=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304, tie_weights=True))
-    with noted(logging.INFO) as lines:
+    with noted(logging.DEBUG) as lines:
         (adamw,) = make_optimizers(model, config)
     assert [line.getMessage() for line in lines] == [
         "124,475,904 parameters",

@@ -264,7 +264,7 @@ def report_sweep(ladder: str, record: Record, seeds: Seeds) -> None:
     results = results_of(record, seeds)
     finished = {stage: each for stage, each in results.items() if losses_of(each)}
     rows = rows_of(finished) if finished else []
-    rows = [row._replace(card=Card("", ran=row.card.ran)) for row in rows]
+    rows = [row._replace(card=Card("")) for row in rows]
     title, best = f"The losses of {ladder}", best_of(rows, [*results]) if rows else None
     write_losses(record, results, Report(record.folder, title, FIGURES[:4], rows, summary=best))
 

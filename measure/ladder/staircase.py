@@ -10,7 +10,7 @@ from pathlib import Path
 from measure.ladder.explain import lowered
 from measure.ladder.record import LIMITS, Run, curve
 from measure.ladder.results import Result
-from measure.report.estimate import Estimate, three_digits
+from measure.report.estimate import SAME, Estimate, three_digits
 from measure.report.pictures import WIDTH, Pair, Scale, pair_of
 from measure.report.report import Row, Summary
 from measure.report.templates import render
@@ -104,10 +104,9 @@ class Staircase:
 def changes_speed(row: Row) -> bool:
     """True unless the factor of a stage is about 1."""
     factor = row.values["over_base"]
-    is_known = factor and row.base != row.name
-    return not (
-        is_known and 0.95 <= factor.value <= 1.05 and (factor.low is None or factor.verdict)
-    )
+    if factor is None or row.base == row.name:
+        return True
+    return not SAME[0] <= factor.value <= SAME[1] or (factor.low is not None and not factor.verdict)
 
 
 def fastest_of(rows: Sequence[Row]) -> Row:
@@ -174,21 +173,18 @@ def summarize(stairs: Staircase) -> Summary:
         others = "; no later stage is faster" if len(stairs.stairs) > 1 else ""
         return Summary(f"{three_digits(first.ms)} {stairs.unit} on {device}{others}", f"{speed}.")
     total = stairs.total or values["over_first"]
-    factor = (
-        "No clear change of speed"
-        if total.verdict
-        else f"{three_digits(total.value)} times as fast"
-    )
-    end = f"{three_digits(best.ms)} with {best.words}"
-    is_direct = stairs.total or best.base is first
-    how = "interleaved runs" if is_direct else "the product of interleaved factors"
-    how = f"{total} by {how}, the times by single runs" if total.low else "a ratio of single runs"
+    times = f"{three_digits(total.value)} times as fast"
+    how = "interleaved" if stairs.total or best.base is first else "a product of interleaved ones"
+    how = f"single runs; the factor is {how}, {total.interval}"
+    if total.low is None:
+        how = "a ratio of two single runs"
     if values["tokens_per_step"] != start["tokens_per_step"]:
         how += f", of {start['tokens_per_step']:,} and {values['tokens_per_step']:,} tokens a step"
     memory = values["peak_memory_mb"] / start["peak_memory_mb"]
     return Summary(
-        f"{factor} on {device}",
-        f"{three_digits(first.ms)} {stairs.unit} became {end} ({how}).{largest(stairs)}",
+        f"{'No clear change of speed' if total.verdict else times} on {device}",
+        f"{three_digits(first.ms)} {stairs.unit} became {three_digits(best.ms)} with {best.words} "
+        f"({how}).{largest(stairs)}",
         f"{speed}, {memory:.2f} of the memory.{judged(stairs)}",
         f"How many times as fast on {device}?",
     )

@@ -137,6 +137,7 @@ def write_report(report: Report) -> None:
         "images": {data_uri(folder / name): text for name, text in report.pictures.items()},
         **report.parts,
     }
+    parts["copied"] = render("summary.md", parts)
     for file, template in (("report.md", "report.md"), ("report.html", report.page)):
         write_atomic(folder / file, render(template, parts))
     write_csv(folder / "results.csv", [{names.name: row.name} | row.values for row in rows])
