@@ -49,6 +49,7 @@ class BlockInputs(NamedTuple):
     rotation: Tensor | None = None  # rope: cosines and sines (2, ..., T, 1, hs / 2)
     x0: Tensor | None = None  # embed_shortcut: the embedded tokens (B, T, C)
     first_v: Tensor | None = None  # value_residual, after the first block: its values
+    idx: Tensor | None = None  # value_embeds: the tokens (B, T)
     attend: Attend | None = None  # in generation
 
 
@@ -107,6 +108,12 @@ class CausalSelfAttention(nn.Module):
         if config.value_residual and layer:
             # A tensor of one element: FSDP2 shards no scalars.
             self.value_mix = nn.Parameter(torch.tensor([0.5]))
+        self.value_embed: nn.Embedding | None = None
+        if config.value_embeds and (config.n_layer - layer) % 2:  # the last one, third last, ...
+            self.value_embed = nn.Embedding(config.vocab_size, config.n_embd)
+            nn.init.normal_(self.value_embed.weight, std=config.n_embd**-0.5)
+            # one gate per head, from a few channels of the attention's input
+            self.value_gate = nn.Linear(min(12, config.n_embd), config.n_head, bias=False)
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """Let each of the T tokens attend to itself and earlier tokens: (B, T, C) to (B, T, C).
@@ -130,6 +137,12 @@ class CausalSelfAttention(nn.Module):
             # Later layers mix in the first layer's values, which are closest to the tokens (Zhou et
             # al. 2024, section 3.2). Each learns its own share.
             v = torch.lerp(v, first_v, self.value_mix.to(v.dtype))
+        if inputs.idx is not None and self.value_embed is not None:
+            # Every other layer has values for each token itself: many parameters, no arithmetic.
+            # The gate is that of nanochat (2026-01-17): from 0 to 3, by head and position.
+            gate = 3 * self.value_gate(x[..., : self.value_gate.in_features]).sigmoid()
+            own = self.value_embed(inputs.idx).to(v.dtype).view_as(v)  # (B, T, nh, hs)
+            v = v + gate.unsqueeze(-1) * own
         # The transpose comes last: compiled code copies the result of a norm or rotation after it.
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
@@ -260,7 +273,8 @@ class Transformer(nn.Module):
         if self.config.embed_shortcut:
             # Normalized, the embedding is as large as the blocks' outputs.
             x = x0 = rms_norm(x)
-        inputs = BlockInputs(rotation, x0, attend=attend)
+        tokens = idx if self.config.value_embeds else None
+        inputs = BlockInputs(rotation, x0, idx=tokens, attend=attend)
         for block in self.h:
             x, first_v = (
                 checkpoint(block, x, inputs, use_reentrant=False) if recompute else block(x, inputs)

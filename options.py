@@ -98,6 +98,8 @@ class ModelOptions:
     """mix the first layer's values into the values of each later layer, by a learned share"""
     embed_shortcut: ModelSwitch = False
     """normalize the embedded tokens, and add a learned share of them before every block"""
+    value_embeds: ModelSwitch = False
+    """add an embedding of each token to the values of every other layer, by a gate per head"""
     logit_softcap: Annotated[NotNegative, OPTIMIZATION, ARCHITECTURE] = 0.0
     """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
     tie_weights: ModelSwitch = False

@@ -68,6 +68,7 @@ MODERN: dict[str, Any] = {
     "logit_softcap": 15.0,
     "value_residual": True,
     "embed_shortcut": True,
+    "value_embeds": True,
 }
 
 # a shell starts its background jobs with Ctrl-C ignored, nohup with SIGHUP ignored, and Python

@@ -121,6 +121,31 @@ def test_first_values_and_embedded_tokens_reach_every_block_in_its_own_share(sha
     close(below(idx), below.ln_f(x), rtol=1e-4, atol=1e-4)
 
 
+def test_alternate_layers_have_values_of_the_tokens_through_a_gate_per_head(shaken):
+    """nanochat's: 3 sigmoid(gate of the input's first 12 channels), the last layer included."""
+    model, idx = shaken(n_layer=4, value_embeds=True), tokens()
+    below = model.transformer
+    has = [block.attn.value_embed is not None for block in below.h]
+    assert has == [False, True, False, True]
+    x = below.wte(idx) + below.wpe.weight[:16]
+    for block in below.h:
+        attn, normed = block.attn, block.ln_1(x)
+        q, k, v = attn.c_attn(normed).unflatten(2, (3, 2, 16)).unbind(2)  # (B, T, nh, hs) each
+        if attn.value_embed:
+            share = 3 / (1 + torch.exp(-normed[..., :12] @ attn.value_gate.weight.T))  # (B, T, nh)
+            table = attn.value_embed.weight.unflatten(1, (2, 16))
+            v = v + torch.einsum("bth,bthd->bthd", share, table[idx])
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + attn.c_proj(y.transpose(1, 2).flatten(2))
+        x = x + block.mlp(block.ln_2(x))
+    close(below(idx), below.ln_f(x), rtol=1e-4, atol=1e-4)
+    without = shaken(n_layer=4)
+    gates = 2 * 12 * 2  # of two layers, 12 channels to two heads
+    more = model.num_parameters() - without.num_parameters()
+    assert more == gates + 2 * 128 * 32
+    assert model.flops_per_token(16) - without.flops_per_token(16) == 6 * gates
+
+
 def test_the_embedding_shortcut_begins_without_the_tokens(tiny_model):
     for block in tiny_model(embed_shortcut=True).transformer.h:
         assert block.shortcut.tolist() == [1, 0]
