@@ -50,6 +50,7 @@ class BlockInputs(NamedTuple):
     x0: Tensor | None = None  # embed_shortcut: the embedded tokens (B, T, C)
     first_v: Tensor | None = None  # value_residual, after the first block: its values
     idx: Tensor | None = None  # value_embeds: the tokens (B, T)
+    pairs: Tensor | None = None  # bigram_embed: an embedding of each pair of tokens (B, T, C)
     attend: Attend | None = None  # in generation
 
 
@@ -89,6 +90,15 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """
     (cos, sin), (a, b) = rotation, x.float().chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(x.dtype)
+
+
+def hash_pairs(idx: Tensor, rows: int) -> Tensor:
+    """Hash each token with the one before it to a row below rows - 1; the first has the last row.
+
+    As modded-nanogpt does (record of 2026-01-19); tokens are (B, T).
+    """
+    hashes = torch.bitwise_xor(36313 * idx[:, 1:], 27191 * idx[:, :-1]) % (rows - 1)
+    return F.pad(hashes, (1, 0), value=rows - 1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -204,6 +214,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         if config.embed_shortcut:
             self.shortcut = nn.Parameter(torch.tensor([1.0, 0.0]))
+        if config.bigram_embed:
+            self.pair_share = nn.Parameter(torch.tensor([0.1]))
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C).
@@ -214,6 +226,8 @@ class Block(nn.Module):
             # Every block can still read the tokens themselves (modded-nanogpt, 2024-11-06).
             keep, add = self.shortcut.to(x.dtype)
             x = keep * x + add * inputs.x0
+        if inputs.pairs is not None:
+            x = x + self.pair_share.to(x.dtype) * inputs.pairs
         # Pre-norm: the residual stream itself is never normalized, so gradients flow from the loss
         # to the first block unchanged. GPT-1 normalized after each addition.
         y, first_v = self.attn(self.ln_1(x), inputs)
@@ -240,6 +254,9 @@ class Transformer(nn.Module):
             self.register_buffer("rotation", rotation, persistent=False)
         else:
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if config.bigram_embed:
+            # 5 rows per token: pairs that share a row are rarely both frequent. Initialized to 0.
+            self.pair_embed = nn.Embedding(5 * config.n_vocab, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -275,6 +292,10 @@ class Transformer(nn.Module):
             x = x0 = rms_norm(x)
         tokens = idx if self.config.value_embeds else None
         inputs = BlockInputs(rotation, x0, idx=tokens, attend=attend)
+        if self.config.bigram_embed:
+            # Pairs of tokens need not be recognized by attention (nanochat 2026-01-27).
+            pairs = self.pair_embed(hash_pairs(idx, self.pair_embed.num_embeddings)).to(x.dtype)
+            inputs = inputs._replace(pairs=pairs)
         for block in self.h:
             x, first_v = (
                 checkpoint(block, x, inputs, use_reentrant=False) if recompute else block(x, inputs)
@@ -325,6 +346,8 @@ class GPT(nn.Module):
                     # Each block starts as the identity (Zhang et al. 2019, "Fixup").
                     for p in module.c_proj.parameters():
                         nn.init.zeros_(p)
+        if self.config.bigram_embed:
+            nn.init.zeros_(self.transformer.pair_embed.weight)
 
     def forward(
         self,

@@ -100,6 +100,10 @@ class ModelOptions:
     """normalize the embedded tokens, and add a learned share of them before every block"""
     value_embeds: ModelSwitch = False
     """add an embedding of each token to the values of every other layer, by a gate per head"""
+    bigram_embed: ModelSwitch = False
+    """add an embedding of each token with the one before, by hash, before every block, by a learned
+    share
+    """
     logit_softcap: Annotated[NotNegative, OPTIMIZATION, ARCHITECTURE] = 0.0
     """soft-cap the logits to plus or minus this value, by tanh; 0 is off"""
     tie_weights: ModelSwitch = False

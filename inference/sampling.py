@@ -179,6 +179,8 @@ def grow(
         # Positions are absolute, so once a window slides, all keys and values change, and each step
         # is a prefill.
         read = decode_step if step > 0 and max(unfinished) <= context else prefill
+        if model.config.bigram_embed:  # the last token alone does not make a pair
+            read = prefill
         logits = read(model, cache, [text.tokens[-context:] for text in texts]).float().cpu()
         if not logits.amax().isfinite():  # NaN is the largest
             raise UserError(

@@ -69,6 +69,7 @@ MODERN: dict[str, Any] = {
     "value_residual": True,
     "embed_shortcut": True,
     "value_embeds": True,
+    "bigram_embed": True,
 }
 
 # a shell starts its background jobs with Ctrl-C ignored, nohup with SIGHUP ignored, and Python

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint.weights import load_model
-from model import rms_norm, rotate
+from model import BlockInputs, rms_norm, rotate
 from tests.conftest import ALONE, MODERN, grown, refused
 from tests.test_export import exported
 from tests.test_model import assert_same, close, tokens
@@ -146,6 +146,27 @@ def test_alternate_layers_have_values_of_the_tokens_through_a_gate_per_head(shak
     assert model.flops_per_token(16) - without.flops_per_token(16) == 6 * gates
 
 
+def test_pairs_of_tokens_reach_every_block_by_the_hash_of_modded_nanogpt(shaken, tiny_model):
+    options = {"real_vocab_size": 100, "bigram_embed": True}
+    model, idx = shaken(**options), tokens(vocab=100)
+    below = model.transformer
+    rows = [
+        [499, *(36313 * b ^ 27191 * a for a, b in itertools.pairwise(row))] for row in idx.tolist()
+    ]
+    pairs = below.pair_embed.weight[torch.tensor(rows) % 499 + 499 * (torch.arange(16) == 0)]
+    x = below.wte(idx) + below.wpe.weight[:16]
+    for layer, block in enumerate(below.h):
+        block.pair_share.data += layer
+        x, _ = block(x + block.pair_share * pairs, BlockInputs())
+    close(below(idx), below.ln_f(x))
+    without = shaken(real_vocab_size=100)
+    assert model.num_parameters() - without.num_parameters() == 500 * 32 + 2
+    assert model.flops_per_token(16) - without.flops_per_token(16) == 6 * 2  # as of a norm
+    fresh = tiny_model(**options, init="gpt2")
+    assert not fresh.transformer.pair_embed.weight.any()
+    assert [block.pair_share.item() for block in fresh.transformer.h] == pytest.approx([0.1] * 2)
+
+
 def test_the_embedding_shortcut_begins_without_the_tokens(tiny_model):
     for block in tiny_model(embed_shortcut=True).transformer.h:
         assert block.shortcut.tolist() == [1, 0]
@@ -171,8 +192,9 @@ def test_a_text_grows_by_the_kv_cache_as_without_together_as_alone_and_past_the_
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_recomputed_chunked_compiled_and_flash_have_the_same_loss_and_gradients(flags, shaken):
     plain, idx = shaken(**flags).train(), tokens(T=15)
+    # The gradient of a learned share is a sum that cancels, so it rounds more than the others.
     for other in ({"recompute": True}, {"loss_chunks": 4}, {"flash": True}):
-        assert_same(plain, shaken(**flags, **other).train(), 1e-4, idx)
+        assert_same(plain, shaken(**flags, **other).train(), 5e-4, idx)
     backend = "aot_eager" if flags is MODERN else "eager"  # the backward pass with all at once
     whole = torch.compile(shaken(**flags).train(), backend=backend, fullgraph=True)
     assert_same(plain, whole, 1e-4, idx)

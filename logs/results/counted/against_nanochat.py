@@ -26,7 +26,7 @@ from optimizer import make_optimizers
 from tests.conftest import MODERN
 
 SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 256}
-OFF = {"zero_init": False, "value_residual": False, "value_embeds": False}
+OFF = dict.fromkeys(("zero_init", "value_residual", "value_embeds", "bigram_embed"), False)
 OURS = SHAPE | MODERN | OFF | {"block_size": 64}
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 RATES: dict[str, Any] = {"lr": 0.01, "embed_lr": 0.2, "head_lr": 0.004, "muon_lr": 0.02}
