@@ -119,6 +119,8 @@ class OptimizationConfig(Options):
     """Muon's learning rate, with lr's warm-up and schedule"""
     muon_weight_decay: Annotated[NotNegative, OF_MUON] = 0.01
     """Muon's decoupled weight decay"""
+    normuon: Annotated[Switch, OF_MUON] = False
+    """NorMuon: divide the rows of Muon's updates by their root mean square of the last steps"""
     decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
     grad_clip: Annotated[NotNegative, LISTED] = 0.0

@@ -102,8 +102,15 @@ def make_muon(
     qkv = [p for name, p in matrices.items() if "c_attn" in name]
     others = [p for name, p in matrices.items() if "c_attn" not in name]
     groups = [{"params": qkv, "parts": 3}, {"params": others, "parts": 1}]
-    decay = config.muon_weight_decay
-    muon = Muon(groups, config.muon_lr, decay, config.compile, rank, world_size)
+    muon = Muon(
+        groups,
+        config.muon_lr,
+        config.muon_weight_decay,
+        config.compile,
+        rank,
+        world_size,
+        normalized=config.normuon,
+    )
     return [adamw(parameter_groups(model, config, without=matrices.values()), config), muon]
 
 
@@ -113,15 +120,30 @@ class Update(NamedTuple):
     weights: Tensor  # (rows, columns), a view of the parameter
     momentum: Tensor  # (rows, columns)
     size: float  # the step along the direction
+    squares: Tensor | None  # normuon: (rows, 1) or, of a transposed matrix, (1, columns)
 
 
-def update_of(weights: Tensor, momentum: Tensor, lr: float) -> Update:
+def update_of(weights: Tensor, momentum: Tensor, lr: float, squares: Tensor | None) -> Update:
     """Return a matrix's update; with more rows than columns, the transposed one."""
     rows, columns = weights.shape
     size = lr * max(1.0, rows / columns) ** 0.5
     if rows > columns:  # the matmuls are smaller with fewer rows
         weights, momentum = weights.T, momentum.T
-    return Update(weights, momentum, size)
+        squares = None if squares is None else squares.T
+    return Update(weights, momentum, size, squares)
+
+
+def normalize_rows(direction: Tensor, squares: Tensor) -> Tensor:
+    """Divide the rows of a direction by their root mean square of the last steps, keep its norm.
+
+    NorMuon (Li et al. 2025, algorithm 1): neurons, the rows of a matrix, then learn at the same
+    speed. `squares` has the averages, which this updates. The norm is kept as in modded-nanogpt.
+    """
+    direction = direction.float()
+    sums = direction.square().sum_to_size(squares.shape)
+    squares.lerp_(sums * (squares.numel() / direction.numel()), 1 - 0.95)
+    scaled = direction * squares.clamp_min(1e-10).rsqrt()
+    return scaled * (direction.norm() / scaled.norm().clamp_min(1e-10))
 
 
 class Muon(torch.optim.Optimizer):
@@ -142,9 +164,10 @@ class Muon(torch.optim.Optimizer):
         compiled: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        normalized: bool = False,
     ):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.normalized = rank, world_size, normalized
         self.orthogonalize = (
             torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
         )
@@ -158,8 +181,12 @@ class Muon(torch.optim.Optimizer):
             momenta = [part for whole in self._momentum(params) for part in whole.chunk(parts)]
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             matrices = [part for p in params for part in p.chunk(parts)]
-            for weights, momentum in zip(matrices, momenta, strict=True):
-                update = update_of(weights, momentum, group["lr"])
+            squares = [None] * len(matrices)
+            if self.normalized:
+                whole = [self.state[p]["row_squares"] for p in params]
+                squares = [part for rows in whole for part in rows.chunk(parts)]
+            for weights, momentum, of_rows in zip(matrices, momenta, squares, strict=True):
+                update = update_of(weights, momentum, group["lr"], of_rows)
                 by_shape[update.weights.shape].append(update)
         gathered = [
             self._directions([update.momentum for update in updates])
@@ -170,6 +197,8 @@ class Muon(torch.optim.Optimizer):
                 work.wait()  # other ranks' directions arrive while the next ones are computed
             # With several ranks, the directions end with padding.
             for update, direction in zip(updates, directions[: len(updates)], strict=True):
+                if update.squares is not None:
+                    direction = normalize_rows(direction, update.squares)
                 update.weights.sub_(direction, alpha=update.size)
 
     def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
@@ -199,6 +228,8 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(p)}
+                if self.normalized:
+                    self.state[p]["row_squares"] = torch.zeros_like(p[:, :1])
             self.state[p]["step"] += 1
         states = [self.state[p] for p in params]
         averages = [state["momentum_buffer"] for state in states]

@@ -186,6 +186,42 @@ def test_muon_makes_queries_keys_and_values_orthogonal_each_by_itself():
     torch.testing.assert_close(together, torch.cat(each), rtol=1e-4, atol=1e-5)
 
 
+def test_normuon_brings_each_neuron_of_a_muon_update_to_the_size_of_the_others():
+    """Li et al. 2025, algorithm 1, with the norm of Muon's own update; a stack's matrices apart."""
+    torch.manual_seed(0)
+    start, parts = [torch.randn(shape) for shape in ((48, 16), (64, 16), (16, 64))], (3, 1, 1)
+    plain, normalized = (
+        Muon(
+            [
+                {"params": [torch.nn.Parameter(p.clone())], "parts": n}
+                for p, n in zip(start, parts, strict=True)
+            ],
+            lr=1.0,
+            weight_decay=0.0,
+            normalized=on,
+        )
+        for on in (False, True)
+    )
+    averages = [torch.zeros(len(p)) for p in start]
+    for _ in range(3):
+        moved = []
+        gradients = [torch.randn(p.shape) * torch.rand(len(p), 1) for p in start]
+        for muon in (plain, normalized):
+            params = [p for group in muon.param_groups for p in group["params"]]
+            before = [p.detach().clone() for p in params]
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.clone()
+            muon.step()
+            moved.append([p.detach() - q for p, q in zip(params, before, strict=True)])
+        for update, ours, average, n in zip(*moved, averages, parts, strict=True):
+            shape = max(1.0, len(update) / n / update.size(1)) ** 0.5  # of a tall matrix's update
+            average += 0.05 * ((update / shape).square().mean(1) - average)
+            for part, own, rows in zip(*(t.chunk(n) for t in (update, ours, average)), strict=True):
+                expected = part / rows.sqrt()[:, None]
+                expected *= part.norm() / expected.norm()
+                torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
+
+
 # on every rank: three steps with a share of the matrices, and the same alone
 SHARED = """if True:
     import torch
@@ -200,12 +236,13 @@ SHARED = """if True:
             for parts, each in shapes.items()
         ]
         params = [p for group in groups for p in group["params"]]
-        muon = Muon(groups, lr=0.02, weight_decay=0.01, **ranks)
+        muon = Muon(groups, lr=0.02, weight_decay=0.01, normalized=True, **ranks)
         for _ in range(3):
             for p in params:
                 p.grad = torch.randn_like(p)
             muon.step()
-        return [*params, *(muon.state[p]["momentum_buffer"] for p in params)]
+        kept = ("momentum_buffer", "row_squares")
+        return [*params, *(muon.state[p][name] for p in params for name in kept)]
 
     with joined_world(torch.device("cpu"), timeout=60) as world:
         shared = steps(rank=world.rank, world_size=world.world_size)
