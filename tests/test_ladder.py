@@ -694,7 +694,7 @@ def test_runs_as_logged_are_compared_with_the_logs_and_unsynchronized_times_are_
     assert all(figures(record, found, "loss_difference").values())
     assert not any(figures(record, found, "published_tokens_per_sec").values())
     ladder_report.report_speeds("as_logged", record, found)
-    assert (LADDER / "loss.svg").read_text().count("<polyline") == 6
+    assert (LADDER / "report.html").read_text().count('<polyline class="published"') == 2
     (speed,) = figures(*finished("baseline"), "published_tokens_per_sec").values()
     assert speed == pytest.approx(11_570, rel=0.01)
 
@@ -966,7 +966,7 @@ def test_a_terminal_of_80_columns_shows_titles_factors_and_the_total(monkeypatch
             "baseline speedup13",
             {"speedup13": 2.0},
             None,
-            "(single runs; the factor is interleaved, 2.000 to 2.000, of 2,048 and 6,144 tokens a "
+            "(single runs; the factor is interleaved, 2.000 to 2.000, at 2,048 and 6,144 tokens a "
             "step). The most came from a context of 2048 tokens with all before it "
             "(2.00).",
         ),

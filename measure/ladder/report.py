@@ -12,7 +12,7 @@ from config import load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.ladder.explain import all_that_ran, card_of, card_of_stage, model_of
-from measure.ladder.published import REFERENCE, factor, published, published_factor
+from measure.ladder.published import factor, published, published_curve, published_factor
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import LIMITS, Record, Run, curve, read_columns
 from measure.ladder.results import (
@@ -160,7 +160,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             "over_first": speed.over_first,
             **summary.model_dump(include=SUMMARIZED),
             "published_tokens_per_sec": stage.published.tokens_per_sec,
-            "loss_difference": mean_difference(curve(run.log), published_curve(stage)),
+            "loss_difference": mean_difference(curve(run.log), published_curve(stage.published)),
             "in_place_of_added_bf16": stage.instead_of_added_bf16,
         }
         card = card_of_stage(stage)
@@ -192,14 +192,8 @@ def mean_difference(ours: Curve, theirs: Curve) -> float | None:
     return statistics.fmean(abs(ours[s] - theirs[s]) for s in steps) if steps else None
 
 
-def published_curve(stage: Stage, column: str = "loss") -> Curve:
-    """Return a column of the published log by step; empty without a log."""
-    log = stage.published.log
-    return curve(read_columns(REFERENCE / log), column) if log else {}
-
-
 def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
-    """Report the finished stages, with first.svg and loss.svg.
+    """Report the finished stages, with first.svg.
 
     Raises TrainingError if none is finished.
     """
@@ -223,16 +217,12 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
     )
     if rows:
         command = f"python ladder.py {ladder.replace(SUFFIX, ' --quick')}"
-        report = with_pictures(report, record, results, command)
+        report = with_page(report, record, results, command)
     write_results(record, results, report)
 
 
-def with_pictures(
-    report: Report, record: Record, results: Sequence[Result], command: str
-) -> Report:
-    """Return the report of a ladder with its summary, its page and its pictures, which are drawn
-    here: the staircase, and losses beside published ones.
-    """
+def with_page(report: Report, record: Record, results: Sequence[Result], command: str) -> Report:
+    """Return the report of a ladder with its summary, its page and its picture, which is drawn."""
     pair = fastest_over_first(results)
     timed = look_up(record, pair).comparison if pair else None
     stairs = staircase_of(results, report.rows, timed.ratio() if timed else None)
@@ -240,9 +230,6 @@ def with_pictures(
     report.folder.mkdir(parents=True, exist_ok=True)
     draw_staircase(report.folder / "first.svg", stairs, f"{model}: {summary.headline}")
     pictures = {"first.svg": summary.headline}
-    if panels := panels_of(results):
-        draw_panels(report.folder / "loss.svg", panels)
-        pictures["loss.svg"] = "loss curves, measured over published"
     parts = {
         "stairs": stairs,
         "what": f"{report.title}: {model}",
@@ -274,15 +261,6 @@ def without_published(done: Done, options: str) -> list[str]:
         f"note: the published losses and times of {shortened(names)} are left out: those runs were "
         f"made without {options or 'the options given'}"
     ]
-
-
-def panels_of(results: Sequence[Result]) -> dict[str, dict[str, Curve]]:
-    """Return the loss curves of finished stages that have a published one, with it."""
-    return {
-        result.stage.name: {"published": losses, "measured": curve(result.run.log)}
-        for result in results
-        if result.run and (losses := published_curve(result.stage))
-    }
 
 
 def plot_runs(folders: Sequence[str]) -> None:

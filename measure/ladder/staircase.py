@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from measure.ladder.explain import lowered
+from measure.ladder.published import published_curve
 from measure.ladder.record import LIMITS, Run, curve
 from measure.ladder.results import Result
 from measure.report.estimate import SAME, Estimate, three_digits
-from measure.report.pictures import WIDTH, Pair, Scale, pair_of
+from measure.report.pictures import WIDTH, Curve, Pair, Scale, pair_of
 from measure.report.report import Row, Summary
 from measure.report.templates import render
 from runtime.files import write_atomic
@@ -32,6 +33,7 @@ class Stair:
     base: "Stair | None"  # None for the first stage, and if there is no factor over the base
     ms: float
     predicted: dict[str, float]  # predicted milliseconds by LIMITS; empty without a prediction
+    published: Curve  # losses
 
     @property
     def words(self) -> str:
@@ -52,9 +54,9 @@ class Stair:
 
     @property
     def losses(self) -> Pair:
-        """The training losses of its run and of its base's."""
+        """The training losses of its run, of its base's, and published ones."""
         ours, theirs = (curve(stair.run.log) for stair in (self, self.base or self))
-        return pair_of(ours, theirs, "training loss")
+        return pair_of(ours, theirs, "training loss", self.published)
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,10 @@ def staircase_of(
     results: Sequence[Result], rows: Sequence[Row], total: Estimate | None
 ) -> Staircase:
     """Return the staircase of finished stages, given one row for each."""
-    runs = [result.run for result in results if result.run]
+    done = [(result.run, result.stage.published) for result in results if result.run]
     tokens = {row.values["tokens_per_step"] for row in rows}
     stairs = dict[str, Stair]()
-    for row, run in zip(rows, runs, strict=True):
+    for row, (run, published) in zip(rows, done, strict=True):
         share = 1.0 if len(tokens) == 1 else PER / row.values["tokens_per_step"]
         guesses = {limit: row.values[f"predicted_{limit}_ms"] for limit in LIMITS}
         stairs[row.name] = Stair(
@@ -131,6 +133,7 @@ def staircase_of(
             stairs.get(row.base) if row.values["over_base"] else None,
             share * row.values["ms_per_step"],
             {limit: share * ms for limit, ms in guesses.items() if ms is not None},
+            published_curve(published),
         )
     size = f"a step of {min(tokens):,}" if len(tokens) == 1 else f"per {PER:,}"
     return Staircase([*stairs.values()], f"milliseconds {size} tokens", total)
@@ -179,7 +182,7 @@ def summarize(stairs: Staircase) -> Summary:
     if total.low is None:
         how = "a ratio of two single runs"
     if values["tokens_per_step"] != start["tokens_per_step"]:
-        how += f", of {start['tokens_per_step']:,} and {values['tokens_per_step']:,} tokens a step"
+        how += f", at {start['tokens_per_step']:,} and {values['tokens_per_step']:,} tokens a step"
     memory = values["peak_memory_mb"] / start["peak_memory_mb"]
     return Summary(
         f"{'No clear change of speed' if total.verdict else times} on {device}",
@@ -204,19 +207,18 @@ def judged(stairs: Staircase) -> str:
     first, best = stairs.stairs[0].predicted, stairs.fastest.predicted
     if not (first and best):
         return ""
-    pairs = [
-        (stair.factor.value, guess)
+    changed = [
+        (stair.factor.value, stair.row.values["predicted_over_base"])
         for stair in stairs.shown
-        if stair.base and (guess := stair.row.values["predicted_over_base"])
+        if stair.predicted_end and not is_close(stair.factor.value, 1.0, CHANGES)
     ]
-    changed = [pair for pair in pairs if not is_close(pair[0], 1.0, CHANGES)]
     hits = sum(is_close(real, guess) for real, guess in changed)
     null = sum(is_close(real, 1.0) for real, _ in changed)
     total = three_digits(sum(first.values()) / sum(best.values()))
     return (
-        f" Predicted before it was timed: {total}, and within 25% for {hits} of the "
-        f"{len(changed)} stages that change the speed by more than 15%; predicting 1 for all would "
-        f"be right for {null}."
+        f" Predicted before it was timed: {total}. Of the stages that change the speed by more "
+        f"than 15%, the prediction is within 25% for {hits} of {len(changed)}; always predicting "
+        f"1 would be for {null}."
     )
 
 

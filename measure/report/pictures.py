@@ -90,19 +90,19 @@ class Pair(NamedTuple):
     """A curve beside its base's, as a card's small picture of 250 x 166 pixels."""
 
     what: str
-    lines: dict[str, str]  # points by class: of the base, then its own
+    lines: dict[str, str]  # points by class: published, base, own
     ticks: list[tuple[float, str]]  # heights and texts
     steps: tuple[int, int]  # at the ends of the axis
     last: dict[str, float]  # the last values by class
 
 
-def pair_of(own: Curve, base: Curve, what: str) -> Pair:
-    """Draw the last two thirds of a curve and of its base's, in nats per token."""
+def pair_of(own: Curve, base: Curve, what: str, published: Curve | None = None) -> Pair:
+    """Draw the last two thirds of a curve, of its base's and of a published one."""
     steps = sorted(own)
     start, end = steps[len(steps) // 3], steps[-1]
     tails = {
         kind: points_of({x: y for x, y in curve.items() if start <= x <= end})
-        for kind, curve in (("base", base), ("own", own))
+        for kind, curve in (("published", published or {}), ("base", base), ("own", own))
     }
     across = Scale(start, max(end, start + 1), 34, 240)
     up = Scale(*span([y for tail in tails.values() for _, y in tail]), 130, 8)

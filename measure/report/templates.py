@@ -1,21 +1,11 @@
 """Fill in the templates of reports, pages and pictures, which are in web/."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
 
 from measure.report.estimate import three_digits
-
-
-def hide_times(text: str) -> Markup:
-    """Mark milliseconds before and after a stage in a comment: a page hides them from a reader who
-    guesses the factor first.
-    """
-    times = r"[^.;(]*\d+ -&gt; \d+ ms[^.]*\."
-    return Markup(re.sub(times, r'<span class="secret">\g<0></span>', str(escape(text))))
 
 
 def render(template: str, parts: Mapping[str, Any]) -> str:
@@ -30,5 +20,5 @@ def render(template: str, parts: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"hide_times": hide_times, "three_digits": three_digits}
+    environment.filters["three_digits"] = three_digits
     return environment.get_template(template).render(parts)

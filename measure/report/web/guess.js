@@ -1,3 +1,6 @@
+// milliseconds before and after a stage in a comment would give its factor away
+for (const part of document.querySelectorAll(".why p, .card pre"))
+  part.innerHTML = part.innerHTML.replace(/[^.;(]*\d+ -&gt; \d+ ms[^.]*\./g, '<span class="secret">$&</span>');
 const rows = [...document.querySelectorAll("a.row[data-stage]")];
 const guess = document.getElementById("guess"), score = document.getElementById("score");
 const isClose = (a, b) => Math.max(a / b, b / a) <= 1.25;
