@@ -74,7 +74,14 @@ def parameter_groups(
 
 def adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
     """Build AdamW for groups of parameters."""
-    return torch.optim.AdamW(
+    if config.cautious_decay:
+        for group in groups:
+            group |= {
+                "peak_lr": group["lr"],
+                "cautious": group["weight_decay"],
+                "weight_decay": 0.0,
+            }
+    optimizer = torch.optim.AdamW(
         groups,
         lr=config.lr,
         betas=config.betas,
@@ -83,6 +90,25 @@ def adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer
         # PyTorch's own choice.
         fused=config.fused_adamw or None,
     )
+    if config.cautious_decay:
+        optimizer.register_step_pre_hook(decay_cautiously)
+    return optimizer
+
+
+@torch.no_grad()
+def decay_cautiously(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Decay the weights that AdamW's next update moves towards 0, before it does.
+
+    Chen et al. 2025, "Cautious Weight Decay", algorithm 1; the update has the first moment's sign.
+    The decay itself falls with the learning rate, as in modded-nanogpt (record of 2025-11-10).
+    """
+    applies = 1 - getattr(optimizer, "found_inf", 0.0)  # 0 if the fused kernel skips the update
+    for group in optimizer.param_groups:
+        decay = applies * group["lr"] * group["cautious"] * group["lr"] / group["peak_lr"]
+        for p in group["params"] if group["cautious"] else ():
+            before = optimizer.state[p].get("exp_avg", torch.zeros_like(p))
+            momentum = torch.lerp(before, p.grad, 1 - group["betas"][0])
+            p.mul_(1 - decay * (momentum * p >= 0))
 
 
 def make_adamw(
@@ -110,6 +136,7 @@ def make_muon(
         rank,
         world_size,
         normalized=config.normuon,
+        cautious=config.cautious_decay,
     )
     return [adamw(parameter_groups(model, config, without=matrices.values()), config), muon]
 
@@ -120,17 +147,20 @@ class Update(NamedTuple):
     weights: Tensor  # (rows, columns), a view of the parameter
     momentum: Tensor  # (rows, columns)
     size: float  # the step along the direction
+    decay: float  # the share of the weights to subtract, where the direction has their sign
     squares: Tensor | None  # normuon: (rows, 1) or, of a transposed matrix, (1, columns)
 
 
-def update_of(weights: Tensor, momentum: Tensor, lr: float, squares: Tensor | None) -> Update:
+def update_of(
+    weights: Tensor, momentum: Tensor, lr: float, decay: float, squares: Tensor | None
+) -> Update:
     """Return a matrix's update; with more rows than columns, the transposed one."""
     rows, columns = weights.shape
     size = lr * max(1.0, rows / columns) ** 0.5
     if rows > columns:  # the matmuls are smaller with fewer rows
         weights, momentum = weights.T, momentum.T
         squares = None if squares is None else squares.T
-    return Update(weights, momentum, size, squares)
+    return Update(weights, momentum, size, decay, squares)
 
 
 def normalize_rows(direction: Tensor, squares: Tensor) -> Tensor:
@@ -165,8 +195,10 @@ class Muon(torch.optim.Optimizer):
         rank: int = 0,
         world_size: int = 1,
         normalized: bool = False,
+        cautious: bool = False,
     ):
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": lr, "peak_lr": lr, "weight_decay": weight_decay})
+        self.cautious = cautious
         self.rank, self.world_size, self.normalized = rank, world_size, normalized
         self.orthogonalize = (
             torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
@@ -179,14 +211,18 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params, parts = group["params"], group["parts"]
             momenta = [part for whole in self._momentum(params) for part in whole.chunk(parts)]
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            decay = group["lr"] * group["weight_decay"]
+            if self.cautious:
+                decay *= group["lr"] / group["peak_lr"]  # see decay_cautiously
+            else:
+                torch._foreach_mul_(params, 1 - decay)
             matrices = [part for p in params for part in p.chunk(parts)]
             squares = [None] * len(matrices)
             if self.normalized:
                 whole = [self.state[p]["row_squares"] for p in params]
                 squares = [part for rows in whole for part in rows.chunk(parts)]
             for weights, momentum, of_rows in zip(matrices, momenta, squares, strict=True):
-                update = update_of(weights, momentum, group["lr"], of_rows)
+                update = update_of(weights, momentum, group["lr"], decay, of_rows)
                 by_shape[update.weights.shape].append(update)
         gathered = [
             self._directions([update.momentum for update in updates])
@@ -199,6 +235,9 @@ class Muon(torch.optim.Optimizer):
             for update, direction in zip(updates, directions[: len(updates)], strict=True):
                 if update.squares is not None:
                     direction = normalize_rows(direction, update.squares)
+                if self.cautious:
+                    shrinks = direction * update.weights >= 0
+                    update.weights.mul_(1 - update.decay * shrinks)
                 update.weights.sub_(direction, alpha=update.size)
 
     def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
