@@ -121,6 +121,8 @@ class OptimizationConfig(Options):
     """Muon's decoupled weight decay"""
     normuon: Annotated[Switch, OF_MUON] = False
     """NorMuon: divide the rows of Muon's updates by their root mean square of the last steps"""
+    polar_express: Annotated[Switch, OF_MUON] = False
+    """other coefficients in Muon: singular values end closer to 1, at the same cost"""
     cautious_decay: Switch = False
     """decay only weights that the update moves towards 0; the decay falls with the learning rate"""
     decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False

@@ -137,8 +137,22 @@ def make_muon(
         world_size,
         normalized=config.normuon,
         cautious=config.cautious_decay,
+        polynomials=POLAR_EXPRESS if config.polar_express else NEWTON_SCHULZ,
     )
     return [adamw(parameter_groups(model, config, without=matrices.values()), config), muon]
+
+
+# Coefficients of x, x^3 and x^5 in the steps that make singular values 1. Muon's are of the post
+# below. Polar Express (Amsel et al. 2025, "The Polar Express", algorithm 1): the best polynomial
+# for each step, as in modded-nanogpt and nanochat.
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
+POLAR_EXPRESS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
 
 
 class Update(NamedTuple):
@@ -196,9 +210,10 @@ class Muon(torch.optim.Optimizer):
         world_size: int = 1,
         normalized: bool = False,
         cautious: bool = False,
+        polynomials: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ,
     ):
         super().__init__(groups, {"lr": lr, "peak_lr": lr, "weight_decay": weight_decay})
-        self.cautious = cautious
+        self.cautious, self.polynomials = cautious, polynomials
         self.rank, self.world_size, self.normalized = rank, world_size, normalized
         self.orthogonalize = (
             torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
@@ -250,7 +265,7 @@ class Muon(torch.optim.Optimizer):
         first = self.rank * share
         own = [parts[min(i, len(parts) - 1)] for i in range(first, first + share)]
         dtype = torch.bfloat16 if has_fast_bf16(parts[0].device) else torch.float32
-        directions = self.orthogonalize(torch.stack(own).to(dtype))
+        directions = self.orthogonalize(torch.stack(own).to(dtype), self.polynomials)
         if self.world_size == 1:
             return directions, None
         everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
@@ -286,17 +301,20 @@ class Muon(torch.optim.Optimizer):
 OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}
 
 
-def orthogonalize(x: Tensor) -> Tensor:
+def orthogonalize(
+    x: Tensor, polynomials: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ
+) -> Tensor:
     """Move the singular values of matrices (n, rows, columns), rows <= columns, close to 1.
 
     They end between about 0.7 and 1.2, except values below 0.0015 of the matrix's norm. Five
     steps of a Newton-Schulz iteration, with the coefficients of the post above: they raise small
-    values quickly instead of converging, and tolerate the rounding of bfloat16.
+    values quickly instead of converging, and tolerate the rounding of bfloat16. With Polar Express
+    they end between 0.85 and 1.15, except values below 0.001 of the norm.
     """
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values are at most 1
-    for _ in range(5):
+    for a, b, c in polynomials:
         square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        x = a * x + (b * square + c * square @ square) @ x
     return x
 
 

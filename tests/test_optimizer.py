@@ -10,7 +10,15 @@ import torch
 
 from config import Config, load_config
 from model import GPT, GPTConfig
-from optimizer import Muon, learning_rate, make_optimizers, note_rate_change
+from optimizer import (
+    NEWTON_SCHULZ,
+    POLAR_EXPRESS,
+    Muon,
+    learning_rate,
+    make_optimizers,
+    note_rate_change,
+    orthogonalize,
+)
 from runtime.cli import parse
 from runtime.console import noted
 from tests.conftest import ROOT, cases, run_ranks
@@ -258,6 +266,25 @@ def test_normuon_brings_each_neuron_of_a_muon_update_to_the_size_of_the_others()
                 expected = part / rows.sqrt()[:, None]
                 expected *= part.norm() / expected.norm()
                 torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_orthogonalizing_moves_singular_values_near_1_and_polar_express_nearer():
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(2, n, n))[0] for n in (32, 48))
+    values = torch.logspace(-2.4, 0, 32)
+    matrices = left * values @ right[:, :32]
+    for polynomials, low, high in ((NEWTON_SCHULZ, 0.68, 1.21), (POLAR_EXPRESS, 0.85, 1.15)):
+        result = orthogonalize(matrices, polynomials)
+        spread = left.mT @ result @ right[:, :32].mT
+        ends = spread.diagonal(dim1=1, dim2=2)
+        assert (low < ends.min(), ends.max() < high) == (True, True), ends
+        torch.testing.assert_close(spread, ends.diag_embed(), rtol=0, atol=1e-3)
+
+
+def test_each_muon_has_its_own_coefficients(tiny_model):
+    for options, own in (({}, NEWTON_SCHULZ), ({"polar_express": True}, POLAR_EXPRESS)):
+        muon = make_optimizers(tiny_model(), load_config(optimizer="muon", **options))[1]
+        assert muon.polynomials is own
 
 
 # on every rank: three steps with a share of the matrices, and the same alone
