@@ -10,7 +10,7 @@ python ladder.py speedup --stages 2,3,5               some stages, over the firs
 python ladder.py speedup -- --max_steps 10            options after -- go to every run
 python ladder.py --ablate speedup10.yaml              the factor of each optimization of a config
 python ladder.py --ablate my.yaml --seeds 3           the loss, tokens and time that each saves
-python ladder.py --across logs/results/*/speedup      ladders of several machines beside each other
+python ladder.py --across logs/results/*/gpu_ms       ladders of several machines beside each other
 python ladder.py --plot logs/a logs/b                 loss curves of any runs in one picture
 """
 
@@ -29,11 +29,11 @@ from measure.ladder.climb import (
     train_and_compare,
 )
 from measure.ladder.learning import report_learned_ablation, report_learning, report_sweep
+from measure.ladder.machines import write_machines
 from measure.ladder.quick import ROUNDS as QUICK_ROUNDS
 from measure.ladder.quick import SIZES, SUFFIX, Size, quick_stages, size_for
 from measure.ladder.record import Device, Record
 from measure.ladder.report import (
-    across,
     fastest_over_first,
     plot_runs,
     report_ablation,
@@ -100,7 +100,7 @@ class LadderOptions(Options):
     --seeds only last, and aa is the config itself with other seeds
     """
     across: bool = False
-    """set the results of several machines beside each other"""
+    """write the ladders of several machines beside each other, into machines.md in log_dir"""
     plot: bool = False
     """compare the loss curves of the given runs in one picture"""
 
@@ -303,7 +303,7 @@ def main(options: LadderOptions, of_runs: list[str], measure: Measure = measure_
     """
     check(options)
     if options.across:
-        across(options.configs, Path(options.log_dir, "across"))
+        write_machines(options.configs, Path(options.log_dir))
     elif options.plot:
         plot_runs(options.configs)
     elif options.report_only:

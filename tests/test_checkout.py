@@ -1,5 +1,6 @@
 """A checkout in a user's hands: files of their own in it, uv and pip, another PyTorch."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 
 from runtime import report
 from runtime.device import PINNED_TORCH
@@ -51,6 +53,28 @@ def test_installing_the_project_installs_its_requirements_and_no_modules(checkou
     needed = re.findall(r"^Requires-Dist: (\S+)$", (folder / "METADATA").read_text(), re.MULTILINE)
     assert needed == re.findall(r"^[\w-]+==[\w.]+", REQUIREMENTS, re.MULTILINE)
     assert (folder / "top_level.txt").read_text().strip() == ""
+
+
+def test_the_workflow_runs_ci_run_on_a_cpu_for_every_push_and_pull_request_and_slow_at_night():
+    (path,) = (ROOT / ".github/workflows").iterdir()
+    workflow = yaml.safe_load(path.read_text())
+    assert {"push", "pull_request", "schedule"} == workflow[True].keys()  # YAML 1.1 reads `on` so
+    (job,) = workflow["jobs"].values()
+    python, *commands = (step for step in job["steps"] if step.get("with") or step.get("run"))
+    assert job["runs-on"].startswith("ubuntu-")
+    assert python["with"]["python-version"] in (ROOT / "pyproject.toml").read_text()
+    assert [(step.get("if"), *step["run"].split()) for step in commands] == [
+        (None, ".ci/run"),
+        ("github.event_name == 'schedule'", ".ci/run", "--slow"),
+    ]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_citation_has_what_its_format_requires():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+    assert f'version = "{cited["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert (ROOT / "LICENSE").read_text().startswith(f"{cited['license']} License")
 
 
 @pytest.mark.parametrize(("version", "notes"), [("2.11.0+cu126", 1), (f"{PINNED_TORCH}+cu130", 0)])

@@ -39,7 +39,6 @@ from train import train
 
 HEADER = "step,loss,lr,norm,dt_ms,tokens_per_sec\n"
 LADDER = Path("logs/ladder")
-FACTORS = "stage,base,over_base,over_base_low,over_base_high,in_place_of_added_bf16\n"
 OFF = ("--rounds", "0")
 CPU = Device(name="cpu")  # measuring one starts a process that imports PyTorch
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -256,7 +255,7 @@ speedup --rounds 3 => --rounds 3: at least 6 make an interval
 baseline speedup1 --seeds 2 => baseline: sets no eval_every, so it has no validation loss
 baseline --seeds 2 -- --eval_every 5 --max_minutes 1 => baseline: max_minutes 1: losses are compared
 baseline speedup3 --seeds 2 -- --eval_every 5 --val_fraction 0.1 => speedup3 trains for 50 steps
---across ROOT/logs/results/h200/ablate_softcap => results.csv: not the table of a ladder
+--across ROOT/logs/results/h200/ablate_softcap => ablate_softcap: no finished stage
 --ablate --plot x => --ablate has no effect with --plot; leave it out
 --across x --rerun => --rerun has no effect with --across; leave it out
 baseline -- --config y => --config: the ladder sets it for each run
@@ -550,46 +549,30 @@ def test_a_config_is_not_compared_with_itself():
         assert climbing.is_to_be_compared(Record(), stage, Device(), rerun=True) == differs
 
 
-def across(factors, *machines):
-    """The report of machines beside each other; the last one's table has these rows."""
-    folders = [Path(machine) for machine in machines]
-    folders[-1].mkdir(parents=True, exist_ok=True)
-    (folders[-1] / "results.csv").write_text(factors)
-    assert climb("--across", *machines) == 0
-    return Path("logs/across/report.md").read_text()
+def test_the_page_of_machines_has_a_column_for_each_and_the_published_factors():
+    for machine, factor in (("server", 3.0), ("laptop", 1.1)):
+        record, found = finished("speedup1", "speedup2", "speedup3")
+        record.folder = Path(machine, "speedup")
+        record.runs["speedup2"].summary.median_tokens_per_sec = 20
+        fake_comparison(record, found[1], factor)
+    del record.runs["speedup2"]
+    record.save()
+    assert climb("--across", "server/speedup", "laptop/speedup", "--log_dir", "out") == 0
+    text = Path("out/machines.md").read_text()
+    server, laptop = "[server](../server/speedup)", "[laptop](../laptop/speedup)"
+    assert f"## `python ladder.py speedup`\n\n| stage | {server} | {laptop} | published" in text
+    assert "\n| TF32 | 3.000 (3.000 to 3.000) |  | 2.44 |\n" in text
+    assert "\n| fastest over first | 3.000 (3.000 to 3.000) | 1.00 |  |\n" in text
+    with refused("^nowhere: no finished stage to report: no ladder.json; "):
+        climb("--across", "server/speedup", "nowhere")
 
 
-def test_machines_are_set_beside_each_other_and_beside_the_published_factors():
-    across(f"{FACTORS}baseline,baseline,1.0,,\nspeedup2,speedup1,3.0,,\n", "server/speedup")
-    both = ("server/speedup", "laptop/speedup")
-    text = across(f"{FACTORS}speedup2,speedup1,1.1,1.05,1.2\nspeedup3,speedup2,0.9,,,fp32\n", *both)
-    assert "speedup3" not in text
-    assert "| stage | server | laptop | A100, published | one GPU, published |" in text
-    assert "| TF32 (speedup2) | 3.00 | 1.10 (1.05 to 1.20) | 2.44 | 3.00 |" in text
-    assert "baseline" not in text
-    text = across(f"{FACTORS}speedup2,baseline,2.0,,\n", *both)
-    assert "| TF32 (speedup2 over speedup1) | 3.00 |" in text
-    across(f"{FACTORS}speedup5,speedup3,,,\n", "server/speedup")  # nothing to draw
-    assert "torch.compile (speedup5)" in Path("logs/across/report.html").read_text()
-    own = across(f"{FACTORS}speedup2,speedup1,1.5,,\n", "own/ladder")
-    assert "| speedup2 | 1.50 |\n" in own
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "cannot be read: No such file or directory; --across takes folders of ladders"),
-        ("a,b\n1,2\n", "not the table of a ladder (KeyError: 'stage'"),
-        (FACTORS, "has no stage with a base, so no factor"),
-        (f"{FACTORS}b,a,fast,,,\n", "not the table of a ladder (ValueError: could not convert"),
-    ],
-)
-def test_a_bad_table_beside_others_is_one_line(content, reason):
-    Path("m/speedup").mkdir(parents=True)
-    if content is not None:
-        Path("m/speedup/results.csv").write_text(content)
-    with refused(rf"^m/speedup/results\.csv: {re.escape(reason)}"):
-        climb("--across", "m/speedup")
+def test_the_committed_page_of_machines_is_written_from_the_committed_ladders():
+    Path("logs").symlink_to(ROOT / "logs")
+    folders = sorted(map(str, Path("logs/results").glob("*/gpu_ms")))
+    folders += sorted(map(str, Path("logs/results").glob("*/speedup_quick")))
+    assert climb("--across", *folders, "--log_dir", "docs") == 0
+    assert Path("docs/machines.md").read_text() == (ROOT / "docs/machines.md").read_text()
 
 
 def test_published_figures_are_those_of_the_logs():

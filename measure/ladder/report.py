@@ -1,18 +1,16 @@
-"""Report a ladder, an ablation, and ladders of several machines."""
+"""Report a ladder and an ablation of speeds."""
 
-import csv
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from config import load_config
 from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
-from measure.ladder.explain import all_that_ran, card_of, card_of_stage, model_of
-from measure.ladder.published import factor, published, published_curve, published_factor
+from measure.ladder.explain import all_that_ran, card_of_stage, model_of
+from measure.ladder.published import factor, published_curve, published_factor
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import LIMITS, Record, Run, curve, read_columns
 from measure.ladder.results import (
@@ -21,13 +19,12 @@ from measure.ladder.results import (
     shortened,
     write_results,
 )
-from measure.ladder.stages import Stage, series, series_folder
-from measure.ladder.staircase import draw_staircase, fastest_of, staircase_of, summarize
+from measure.ladder.stages import Stage
+from measure.ladder.staircase import Staircase, draw_staircase, fastest_of, staircase_of, summarize
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
-from measure.report.report import INTERVALS, PEAK_MEMORY, Figure, Report, Row, write_report
+from measure.report.report import INTERVALS, PEAK_MEMORY, Figure, Report, Row
 from run.log import EVAL_COLUMNS
-from runtime.errors import UserError, in_a_line
 
 Done = Sequence[tuple[Stage, Run]]  # the finished stages
 TOTAL = "fastest over first"  # name of this comparison in the record
@@ -221,11 +218,18 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
     write_results(record, results, report)
 
 
-def with_page(report: Report, record: Record, results: Sequence[Result], command: str) -> Report:
-    """Return the report of a ladder with its summary, its page and its picture, which is drawn."""
+def staircase_of_record(
+    record: Record, results: Sequence[Result], rows: Sequence[Row]
+) -> Staircase:
+    """Return the staircase of finished stages, given one row for each."""
     pair = fastest_over_first(results)
     timed = look_up(record, pair).comparison if pair else None
-    stairs = staircase_of(results, report.rows, timed.ratio() if timed else None)
+    return staircase_of(results, rows, timed.ratio() if timed else None)
+
+
+def with_page(report: Report, record: Record, results: Sequence[Result], command: str) -> Report:
+    """Return the report of a ladder with its summary, its page and its picture, which is drawn."""
+    stairs = staircase_of_record(record, results, report.rows)
     summary, model = summarize(stairs), model_of(results[0].stage.config)
     report.folder.mkdir(parents=True, exist_ok=True)
     draw_staircase(report.folder / "first.svg", stairs, f"{model}: {summary.headline}")
@@ -323,85 +327,3 @@ def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[St
             meaning=INTERVALS,
         ),
     )
-
-
-# ---- several machines
-
-PUBLISHED = {"A100, published": "a100_tokens_per_sec", "one GPU, published": "gpu_ms"}
-
-
-def factors_in(table: Path) -> dict[tuple[str, str], Estimate | None]:
-    """Return the factor of each stage over its base in the results of a ladder, by both names.
-
-    A stage that ran another precision in place of bf16 is left out. Raises UserError for any other
-    file.
-    """
-    found = dict[tuple[str, str], Estimate | None]()
-    try:
-        for line in csv.DictReader(table.read_text(encoding="utf-8").splitlines(), strict=True):
-            pair = line["stage"], line["base"]
-            columns = "over_base", "over_base_low", "over_base_high"
-            values = [float(line[column]) for column in columns if line.get(column)]
-            if pair[0] != pair[1] and not line.get("in_place_of_added_bf16"):
-                found[pair] = Estimate(*values) if values else None
-    except OSError as error:
-        raise UserError(
-            f"{table}: cannot be read: {error.strerror}; --across takes folders of ladders"
-        ) from None
-    except (LookupError, ValueError, csv.Error) as error:
-        raise UserError(f"{table}: not the table of a ladder ({in_a_line(error)})") from None
-    if not found:
-        raise UserError(f"{table}: has no stage with a base, so no factor")
-    return found
-
-
-def across(folders: Sequence[str], out: Path) -> None:
-    """Report ladders of several machines, and the published factors, beside each other.
-
-    A machine is named after the parent of its ladder's folder.
-    """
-    factors = dict[tuple[str, str], dict[str, Any]]()  # by stage and base, then by machine
-    files = dict[str, Path]()  # configs of the stages of known series
-    machines = list[str]()
-    for folder in map(Path, folders):
-        name = folder.resolve().parent.name
-        if folder.name.endswith(SUFFIX):
-            name += ", small model"
-        machines.append(str(folder) if name in machines else name)
-        for pair, found in factors_in(folder / "results.csv").items():
-            factors.setdefault(pair, {})[machines[-1]] = found
-        if place := series_folder(folder.name.removesuffix(SUFFIX)):
-            files |= {path.stem: path for path in series(place)}
-    rows = list[Row]()
-    for (stage, base), values in factors.items():
-        others = [name for name, _ in factors].count(stage) > 1  # other bases
-        row = Row(f"{stage} over {base}" if others else stage, values | {"base": base})
-        if stage in files and base in files:
-            row = row._replace(card=card_of(row.name, files[stage], files[base]))
-            row.values.update(published_factors(files[stage], files[base]))
-        row.values["stage"] = row.label
-        rows.append(row)
-    columns = [Figure(name, name) for name in (*machines, *PUBLISHED)]
-    write_report(
-        Report(
-            out,
-            "The factor of each optimization, by machine",
-            [Figure("stage", "stage"), *columns],
-            rows,
-            meaning="The speed of each stage over that of the stage that it changes. Published: "
-            "the same step in the a100 series and in the list of timings on one GPU "
-            "(`logs/reference/`). A machine that ran another precision in place of bf16 has no "
-            f"factor for bf16. {INTERVALS}",
-        )
-    )
-
-
-def published_factors(file: Path, base: Path) -> dict[str, Estimate]:
-    """Return the published factors of a stage over its base, which takes the same tokens a step."""
-    tokens = {load_config(str(path)).tokens_per_step(1) for path in (file, base)}
-    found = {
-        where: factor(published(file), published(base), figure)
-        for where, figure in PUBLISHED.items()
-        if len(tokens) == 1
-    }
-    return {where: Estimate(value) for where, value in found.items() if value}
