@@ -515,7 +515,15 @@ def test_stages_are_compared_with_the_one_whose_file_theirs_names():
 
 
 # published logs by series
-SERIES = {"speedup": 8, "a100": 10, "mps": 7, "gpu_ms": 0, "modern": 0, "as_logged": 3}
+SERIES = {
+    "speedup": 8,
+    "a100": 10,
+    "mps": 7,
+    "gpu_ms": 0,
+    "modern": 0,
+    "recipes": 0,
+    "as_logged": 3,
+}
 BATCH = {"batch_size", "seq_len", "block_size", "total_batch_tokens"}
 RATES = {"lr", "min_lr", "embed_lr", "head_lr", "scalar_lr", "warmup_steps", "lr_schedule"}
 OWN_RATES = {"untied.yaml", "value_residual.yaml"}  # for parameters that their bases do not have
