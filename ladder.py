@@ -39,7 +39,6 @@ from measure.ladder.report import (
     report_ablation,
     report_speeds,
 )
-from measure.ladder.results import look_up
 from measure.ladder.stages import (
     SPEEDUP,
     Stage,
@@ -231,7 +230,7 @@ def climb(options: LadderOptions, of_runs: list[str], measure: Measure) -> Recor
     train_and_compare(
         record, trained, compared, device, rounds, rerun=options.rerun, predicts=predicts
     )
-    total = fastest_over_first([look_up(record, stage) for stage in stages])
+    total = fastest_over_first(record, stages)
     if rounds and total and total.comparison and not record.seeds:
         train_and_compare(record, {}, [total], device, rounds, rerun=options.rerun, predicts=False)
     report(options, record, trained)

@@ -22,7 +22,7 @@ from measure.interleaved.comparison import Comparison
 from measure.interleaved.process import why_it_failed
 from measure.interleaved.ratio import product
 from measure.ladder import climb as climbing
-from measure.ladder import published, quick, stages
+from measure.ladder import published, quick, stages, staircase
 from measure.ladder import report as ladder_report
 from measure.ladder.explain import card_of, card_of_stage
 from measure.ladder.record import Device, Record, Run, Summary, settings
@@ -453,8 +453,8 @@ def test_each_stage_runs_once_and_is_interleaved_once_with_its_base():
     assert f"| {product([*ratios.values()])} |" in (LADDER / "report.md").read_text()
 
     climbed = stages.with_bases(stages.plan(command[:3], [], CPU))
-    total = ladder_report.fastest_over_first([look_up(record, stage) for stage in climbed])
-    assert (ladder_report.TOTAL in record.comparisons) == bool(total and total.comparison)
+    total = ladder_report.fastest_over_first(record, climbed)
+    assert (staircase.TOTAL in record.comparisons) == bool(total and total.comparison)
 
     # finished work is not repeated, unless another machine did it: its speed is another one
     record.runs["plain"].summary.machine = "another"
@@ -816,7 +816,7 @@ def test_the_pages_of_a_small_model_name_what_ran():
     assert climb("speedup", "--quick", "--report_only") == 0
     text = Path("logs/speedup_quick/report.html").read_text()
     for part in (
-        "The quick speedup ladder: GPT-2 (4 layers, width 256)",
+        "The speedup_quick ladder: GPT-2 (4 layers, width 256)",
         "4 layers, width 256, context 256, batch 2, 512 tokens a step, 10 steps, co",
         "A context of 512 tokens",
         "seq_len: 512  # in the YAML 2048",
@@ -944,21 +944,21 @@ def test_a_terminal_of_80_columns_shows_titles_factors_and_the_total(monkeypatch
             "baseline speedup1 speedup2",
             {"speedup1": 2.0, "speedup2": 3.0},
             None,
-            "10.0 with TF32 (single runs; the factor is a product of interleaved ones, 6.000 to "
-            "6.000). The most came from TF32 (3.00) and weight tying (2.00).",
+            "10.0 with TF32, in single runs; the factor is a product of interleaved ones, 6.000 "
+            "(6.000 to 6.000). The most came from TF32 (3.00) and weight tying (2.00).",
         ),
         (
             "baseline speedup1 speedup2",
             {"speedup1": 2.0, "speedup2": 3.0},
             5.0,
-            "10.0 with TF32 (single runs; the factor is interleaved, 5.000 to 5.000). ",
+            "10.0 with TF32, in single runs; the factor is interleaved, 5.000 (5.000 to 5.000). ",
         ),
         (
             "baseline speedup13",
             {"speedup13": 2.0},
             None,
-            "(single runs; the factor is interleaved, 2.000 to 2.000, at 2,048 and 6,144 tokens a "
-            "step). The most came from a context of 2048 tokens with all before it "
+            ", in single runs; the factor is interleaved, 2.000 (2.000 to 2.000), at 2,048 and "
+            "6,144 tokens a step. The most came from a context of 2048 tokens with all before it "
             "(2.00).",
         ),
     ],
@@ -971,8 +971,7 @@ def test_the_last_line_says_how_many_times_as_fast_and_how_that_is_known(
         if stage.name in factors:
             fake_comparison(record, stage, factors[stage.name])
     if total:
-        results = [look_up(record, stage) for stage in found]
-        fake_comparison(record, ladder_report.fastest_over_first(results), total)
+        fake_comparison(record, ladder_report.fastest_over_first(record, found), total)
     ladder_report.report_speeds("ladder", record, found)
     assert how in capsys.readouterr().out.splitlines()[-1]
 

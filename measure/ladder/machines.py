@@ -8,10 +8,10 @@ from pathlib import Path
 from measure.ladder.explain import what_ran
 from measure.ladder.quick import SUFFIX
 from measure.ladder.record import Record
-from measure.ladder.report import rows_of, staircase_of_record
+from measure.ladder.report import rows_of
 from measure.ladder.results import look_up
 from measure.ladder.stages import planned_before, with_bases
-from measure.ladder.staircase import Staircase
+from measure.ladder.staircase import Staircase, staircase_of
 from measure.report.estimate import three_digits
 from measure.report.tables import markdown_table
 from runtime.errors import UserError
@@ -57,9 +57,8 @@ def climbed(folder: Path) -> tuple[Staircase, str]:
     results = [look_up(record, stage) for stage in stages]
     if not any(result.run for result in results):
         raise UserError(f"{folder}: no finished stage, so no speed")
-    stairs = staircase_of_record(record, results, rows_of(results))
-    fastest = next(stage for stage in stages if stage.name == stairs.fastest.row.name)
-    return stairs, ", ".join(what_ran(fastest))
+    stairs = staircase_of(record, results, rows_of(results))
+    return stairs, ", ".join(what_ran(stairs.fastest.stage))
 
 
 def table_of(machines: Mapping[str, Staircase], sizes: Mapping[str, str]) -> str:

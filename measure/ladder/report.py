@@ -3,11 +3,9 @@
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from measure.interleaved.comparison import Comparison
 from measure.interleaved.ratio import product
 from measure.ladder.explain import all_that_ran, card_of_stage, model_of
 from measure.ladder.published import factor, published_curve, published_factor
@@ -20,14 +18,13 @@ from measure.ladder.results import (
     write_results,
 )
 from measure.ladder.stages import Stage
-from measure.ladder.staircase import Staircase, draw_staircase, fastest_of, staircase_of, summarize
+from measure.ladder.staircase import draw_staircase, staircase_of, summarize
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import INTERVALS, PEAK_MEMORY, Figure, Report, Row
 from run.log import EVAL_COLUMNS
 
 Done = Sequence[tuple[Stage, Run]]  # the finished stages
-TOTAL = "fastest over first"  # name of this comparison in the record
 COMPARED = range(11, 51)  # steps over which loss curves are compared
 # figures of a run's summary in its row; final_loss is missing if the last step was skipped
 SUMMARIZED = {"first_step_s", "peak_memory_mb", "utilization", "final_loss", "steps"}
@@ -167,17 +164,11 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def fastest_over_first(results: Sequence[Result]) -> Stage | None:
-    """Return the fastest stage with the first one as its base, to interleave the two; None if no
-    stage is faster, or if the fastest takes other tokens a step.
-    """
-    done = [result.stage for result in results if result.run]
-    name = fastest_of(rows_of(results)).name if done else ""
-    for stage in done[1:]:
-        first = done[0]
-        if stage.name == name and stage.tokens_per_step == first.tokens_per_step:
-            return stage if stage.base is first else replace(stage, comparison=TOTAL, base=first)
-    return None
+def fastest_over_first(record: Record, stages: Sequence[Stage]) -> Stage | None:
+    """Return the stage to interleave for the total of a ladder, see `Staircase.pair`."""
+    results = [look_up(record, stage) for stage in stages]
+    rows = rows_of(results)
+    return staircase_of(record, results, rows).pair if rows else None
 
 
 def mean_difference(ours: Curve, theirs: Curve) -> float | None:
@@ -198,13 +189,12 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
     rows = rows_of(results)
     done = [(result.stage, result.run) for result in results if result.run]
     is_quick = ladder.endswith(SUFFIX)  # its model is not the published one
-    name = f"quick {ladder.removesuffix(SUFFIX)}" if is_quick else ladder
     options = shlex.join(
         word for word in stages[0].options if all(word in stage.options for stage in stages)
     )
     report = Report(
         record.folder,
-        "A ladder" if ladder == "ladder" else f"The {name} ladder",
+        "A ladder" if ladder == "ladder" else f"The {ladder} ladder",
         FIGURES,
         rows,
         ran=all_that_ran([stage for stage, _ in done] or stages),
@@ -213,33 +203,17 @@ def report_speeds(ladder: str, record: Record, stages: Sequence[Stage]) -> None:
         meaning=INTERVALS,
     )
     if rows:
-        command = f"python ladder.py {ladder.replace(SUFFIX, ' --quick')}"
-        report = with_page(report, record, results, command)
+        stairs = staircase_of(record, results, rows)
+        summary, model = summarize(stairs), model_of(stages[0].config)
+        draw_staircase(record.folder / "first.svg", stairs, f"{model}: {summary.headline}")
+        report.summary, report.page = summary, "speed.html"
+        report.pictures = {"first.svg": summary.headline}
+        report.parts = {
+            "stairs": stairs,
+            "what": f"{report.title}: {model}",
+            "command": f"python ladder.py {ladder.replace(SUFFIX, ' --quick')}",
+        }
     write_results(record, results, report)
-
-
-def staircase_of_record(
-    record: Record, results: Sequence[Result], rows: Sequence[Row]
-) -> Staircase:
-    """Return the staircase of finished stages, given one row for each."""
-    pair = fastest_over_first(results)
-    timed = look_up(record, pair).comparison if pair else None
-    return staircase_of(results, rows, timed.ratio() if timed else None)
-
-
-def with_page(report: Report, record: Record, results: Sequence[Result], command: str) -> Report:
-    """Return the report of a ladder with its summary, its page and its picture, which is drawn."""
-    stairs = staircase_of_record(record, results, report.rows)
-    summary, model = summarize(stairs), model_of(results[0].stage.config)
-    report.folder.mkdir(parents=True, exist_ok=True)
-    draw_staircase(report.folder / "first.svg", stairs, f"{model}: {summary.headline}")
-    pictures = {"first.svg": summary.headline}
-    parts = {
-        "stairs": stairs,
-        "what": f"{report.title}: {model}",
-        "command": command,
-    }
-    return replace(report, summary=summary, pictures=pictures, page="speed.html", parts=parts)
 
 
 def about_runs(done: Done, options: str) -> list[str]:
@@ -300,30 +274,22 @@ def report_ablation(ladder: str, record: Record, pairs: Mapping[str, Sequence[St
 
     Raises TrainingError if nothing is finished.
     """
-    rows, results, found = list[Row](), list[Result](), list[Comparison]()
+    rows, results = list[Row](), list[Result]()
     for optimization, pair in pairs.items():
-        first, last = both = [look_up(record, stage) for stage in pair]
+        both = [look_up(record, stage) for stage in pair]
         results += both
-        found += [result.comparison for result in both if result.comparison]
-        if first.comparison or last.comparison:
-            without, whole = last.comparison.sides if last.comparison else (None, None)
+        first, last = (result.comparison for result in both)
+        if first or last:
+            memory = [side.peak_memory_mb for side in last.sides] if last else [None, None]
             values = {
-                "first": first.comparison.ratio() if first.comparison else None,
-                "last": last.comparison.ratio() if last.comparison else None,
-                "memory_mb_without": without.peak_memory_mb if without else None,
-                "memory_mb_with": whole.peak_memory_mb if whole else None,
+                "first": first.ratio() if first else None,
+                "last": last.ratio() if last else None,
+                "memory_mb_without": memory[0],
+                "memory_mb_with": memory[1],
             }
             rows.append(Row(optimization, values))
+    found = [result.comparison for result in results if result.comparison]
     about = dict.fromkeys(f"{c.machine}; device {c.device}, commit {c.git}" for c in found)
-    write_results(
-        record,
-        results,
-        Report(
-            record.folder,
-            f"What each optimization of {ladder.removeprefix('ablate_')} is worth",
-            WORTH,
-            rows,
-            about=[*about],
-            meaning=INTERVALS,
-        ),
-    )
+    title = f"What each optimization of {ladder.removeprefix('ablate_')} is worth"
+    report = Report(record.folder, title, WORTH, rows, about=[*about], meaning=INTERVALS)
+    write_results(record, results, report)

@@ -4,24 +4,25 @@ and its picture, and the sentences of its summary.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measure.ladder.explain import lowered
 from measure.ladder.published import published_curve
-from measure.ladder.record import LIMITS, Run, curve
-from measure.ladder.results import Result
+from measure.ladder.record import LIMITS, Record, Run, curve
+from measure.ladder.results import Result, look_up
+from measure.ladder.stages import Stage
 from measure.report.estimate import SAME, Estimate, three_digits
-from measure.report.pictures import WIDTH, Curve, Pair, Scale, pair_of
+from measure.report.pictures import WIDTH, Pair, Scale, pair_of
 from measure.report.report import Row, Summary
 from measure.report.templates import render
 from runtime.files import write_atomic
 
 PER = 1024  # tokens whose time is shown, if the stages differ in the tokens of a step
+TOTAL = "fastest over first"  # name of this comparison in the record
 CLOSE = 1.25  # a prediction is right if it is at most this factor off
 CHANGES = 1.15  # a factor beyond it counts when predictions are judged
 TOP, LINE = 82, 34  # of the picture, in pixels: the first row, and a row
-SHORT = 0.22  # of the longest time: an outline without room for a text
 
 
 @dataclass(eq=False)
@@ -29,11 +30,11 @@ class Stair:
     """A finished stage on the staircase. Milliseconds are those of a step, or of PER tokens."""
 
     row: Row
+    stage: Stage
     run: Run
     base: "Stair | None"  # None for the first stage, and if there is no factor over the base
     ms: float
     predicted: dict[str, float]  # predicted milliseconds by LIMITS; empty without a prediction
-    published: Curve  # losses
 
     @property
     def words(self) -> str:
@@ -47,6 +48,13 @@ class Stair:
         return self.row.values["over_base"] or Estimate(1.0)
 
     @property
+    def changes_speed(self) -> bool:
+        """True unless its factor is 0.95 to 1.05, and its interval, if it has one, contains 1."""
+        factor, (low, high) = self.factor, SAME
+        is_about_one = low <= factor.value <= high and (factor.low is None or factor.verdict)
+        return self.base is None or not is_about_one
+
+    @property
     def predicted_end(self) -> float | None:
         """The milliseconds at which the prediction puts the end of its bar."""
         guess = self.row.values["predicted_over_base"]
@@ -56,26 +64,26 @@ class Stair:
     def losses(self) -> Pair:
         """The training losses of its run, of its base's, and published ones."""
         ours, theirs = (curve(stair.run.log) for stair in (self, self.base or self))
-        return pair_of(ours, theirs, "training loss", self.published)
+        return pair_of(ours, theirs, "training loss", published_curve(self.stage.published))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Staircase:
     """The stages of a ladder of speeds that have finished, at least one."""
 
     stairs: Sequence[Stair]
     unit: str  # of all times
-    total: Estimate | None  # of the fastest stage over the first, if these two were interleaved
+    total: Estimate | None = None  # of the two stages of `pair`, if these were interleaved
 
     @property
     def shown(self) -> list[Stair]:
         """The stages that change the speed, and the first."""
-        return [stair for stair in self.stairs if changes_speed(stair.row)]
+        return [stair for stair in self.stairs if stair.changes_speed]
 
     @property
     def folded(self) -> list[Stair]:
         """The stages that do not change the speed."""
-        return [stair for stair in self.stairs if not changes_speed(stair.row)]
+        return [stair for stair in self.stairs if not stair.changes_speed]
 
     @property
     def folded_text(self) -> str:
@@ -98,61 +106,56 @@ class Staircase:
 
     @property
     def fastest(self) -> Stair:
-        """The fastest stage, see `fastest_of`."""
-        best = fastest_of([stair.row for stair in self.stairs])
-        return next(stair for stair in self.stairs if stair.row is best)
+        """The fastest stage, of those that change the speed and ran where the first did."""
+        here = [stair for stair in self.shown if stair.row.values["over_first"]]
+        return max(here, key=lambda stair: stair.row.values["over_first"].value)
+
+    @property
+    def pair(self) -> Stage | None:
+        """The fastest stage with the first one as its base, to interleave the two; None if no stage
+        is faster, or if the fastest takes other tokens a step.
+        """
+        first, best = self.stairs[0].stage, self.fastest.stage
+        if best is first or best.tokens_per_step != first.tokens_per_step:
+            return None
+        return best if best.base is first else replace(best, comparison=TOTAL, base=first)
 
 
-def changes_speed(row: Row) -> bool:
-    """True unless the factor of a stage is about 1."""
-    factor = row.values["over_base"]
-    if factor is None or row.base == row.name:
-        return True
-    return not SAME[0] <= factor.value <= SAME[1] or (factor.low is not None and not factor.verdict)
-
-
-def fastest_of(rows: Sequence[Row]) -> Row:
-    """Return the fastest stage, of those that change the speed and ran where the first did."""
-    here = [row for row in rows if row.values["over_first"] and changes_speed(row)]
-    return max(here, key=lambda row: row.values["over_first"].value)
-
-
-def staircase_of(
-    results: Sequence[Result], rows: Sequence[Row], total: Estimate | None
-) -> Staircase:
+def staircase_of(record: Record, results: Sequence[Result], rows: Sequence[Row]) -> Staircase:
     """Return the staircase of finished stages, given one row for each."""
-    done = [(result.run, result.stage.published) for result in results if result.run]
+    done = [(result.stage, result.run) for result in results if result.run]
     tokens = {row.values["tokens_per_step"] for row in rows}
     stairs = dict[str, Stair]()
-    for row, (run, published) in zip(rows, done, strict=True):
+    for row, (stage, run) in zip(rows, done, strict=True):
         share = 1.0 if len(tokens) == 1 else PER / row.values["tokens_per_step"]
         guesses = {limit: row.values[f"predicted_{limit}_ms"] for limit in LIMITS}
         stairs[row.name] = Stair(
             row,
+            stage,
             run,
             stairs.get(row.base) if row.values["over_base"] else None,
             share * row.values["ms_per_step"],
             {limit: share * ms for limit, ms in guesses.items() if ms is not None},
-            published_curve(published),
         )
     size = f"a step of {min(tokens):,}" if len(tokens) == 1 else f"per {PER:,}"
-    return Staircase([*stairs.values()], f"milliseconds {size} tokens", total)
+    found = Staircase([*stairs.values()], f"milliseconds {size} tokens")
+    if found.pair and (timed := look_up(record, found.pair).comparison):
+        found.total = timed.ratio()
+    return found
 
 
 def draw_staircase(path: Path, stairs: Staircase, title: str) -> None:
     """Write the stages that change the speed as a picture: a bar is the time that is left, its
     outline the time that the stage took away.
     """
-    rows, most = [], max(stair.ms for stair in stairs.shown)
-    for i, stair in enumerate(stairs.shown):
-        name = f"+ {lowered(stair.row.card.title)}" if stair.base else stair.row.title
-        # a text beside the bar, but not across the end of a short outline
-        outline = max((stair.base or stair).ms, stair.ms)
-        text = outline if outline - stair.ms < SHORT * most else stair.ms
-        rows.append((name, stair, TOP + LINE * i, text))
-    height = TOP + LINE * len(rows) + (28 if stairs.folded else 8)
+    rows = [
+        (stair, lowered(stair.row.card.title), TOP + LINE * i)
+        for i, stair in enumerate(stairs.shown)
+    ]
+    height = TOP + LINE * len(rows) + (24 if stairs.folded else 0)
     parts = {"width": WIDTH, "height": height, "title": title, "stairs": stairs, "rows": rows}
-    write_atomic(path, render("first.svg", parts | {"most": most}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, render("first.svg", parts))
 
 
 # ---- the summary
@@ -178,18 +181,19 @@ def summarize(stairs: Staircase) -> Summary:
     total = stairs.total or values["over_first"]
     times = f"{three_digits(total.value)} times as fast"
     how = "interleaved" if stairs.total or best.base is first else "a product of interleaved ones"
-    how = f"single runs; the factor is {how}, {total.interval}"
-    if total.low is None:
-        how = "a ratio of two single runs"
+    how = (
+        f"in single runs; the factor is {how}, {total}"
+        if total.low
+        else "a ratio of two single runs"
+    )
     if values["tokens_per_step"] != start["tokens_per_step"]:
         how += f", at {start['tokens_per_step']:,} and {values['tokens_per_step']:,} tokens a step"
     memory = values["peak_memory_mb"] / start["peak_memory_mb"]
     return Summary(
         f"{'No clear change of speed' if total.verdict else times} on {device}",
-        f"{three_digits(first.ms)} {stairs.unit} became {three_digits(best.ms)} with {best.words} "
-        f"({how}).{largest(stairs)}",
+        f"{three_digits(first.ms)} {stairs.unit} became {three_digits(best.ms)} with {best.words}, "
+        f"{how}.{largest(stairs)}",
         f"{speed}, {memory:.2f} of the memory.{judged(stairs)}",
-        f"How many times as fast on {device}?",
     )
 
 

@@ -42,24 +42,15 @@ class Estimate:
             return ""
         return "no difference" if SAME[0] <= low and high <= SAME[1] else "unclear"
 
-    @property
-    def digits(self) -> int:
-        """The decimals of a factor that its interval needs."""
-        low, high = self.ends
-        hides_one = "1.00" in (f"{low:.2f}", f"{high:.2f}") and not low <= 1 <= high
-        return 3 if self.low is not None and (high - low < 0.02 or hides_one) else 2
-
-    @property
-    def interval(self) -> str:
-        """The interval of a factor, with its verdict: `0.96 to 1.28, unclear`; empty without."""
-        low, high = (f"{end:.{self.digits}f}" for end in self.ends)
-        return "" if self.low is None else f"{low} to {high}{self.verdict and ', '}{self.verdict}"
-
     def __str__(self) -> str:
         """Format a factor, with its verdict: `1.12 (0.96 to 1.28), unclear`."""
-        interval, comma, verdict = self.interval.partition(",")
-        brackets = interval and f" ({interval})"
-        return f"{self.value:.{self.digits}f}{brackets}{comma}{verdict}"
+        low, high = self.ends
+        if self.low is None:
+            return f"{self.value:.2f}"
+        hides_one = "1.00" in (f"{low:.2f}", f"{high:.2f}") and not low <= 1 <= high
+        digits = 3 if high - low < 0.02 or hides_one else 2
+        verdict = self.verdict and f", {self.verdict}"
+        return f"{self.value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){verdict}"
 
     def __format__(self, style: str) -> str:
         """Format as a factor, or in a style such as ".4f" as a mean: `0.3480 +- 0.0480`."""

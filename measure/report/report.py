@@ -90,7 +90,6 @@ class Summary(NamedTuple):
     headline: str
     lead: str = ""
     more: str = ""
-    question: str = ""  # the headline while the reader guesses
 
     def __str__(self) -> str:
         """Return the line for the console."""
