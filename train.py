@@ -212,8 +212,11 @@ def train_step(run: Run, step: int) -> Figures:
     return {"loss": loss, "norm": norm, "lr": lr}
 
 
-def take_step(run: Run, stop: StopRequest | None = None) -> PendingStep:
-    """Start the next step without waiting for a GPU; `read_step` returns its figures."""
+def take_step(run: Run, stop: StopRequest | None = None, began: float = 0.0) -> PendingStep:
+    """Start the next step without waiting for a GPU; `read_step` returns its figures.
+
+    `began`: when the run would have begun without interruptions, on this rank's clock.
+    """
     state, device = run.state, run.world.device
     if device.type == "cpu" and len(state.step_seconds) == 1:
         return_freed_memory()  # once, after the first step of this process
@@ -221,9 +224,12 @@ def take_step(run: Run, stop: StopRequest | None = None) -> PendingStep:
     figures = train_step(run, step)
     if run.config.fp16:
         figures["loss_scale"] = state.scaler.scale(torch.ones((), device=device))
-    # All ranks learn together with the figures whether any of them was asked to stop.
+    # All ranks learn together with the figures whether any of them was asked to stop, and the
+    # time on rank 0's clock.
     asked = torch.full((), bool(stop and stop.received), device=device)
-    figures["asked"] = run.world.all_reduce_metrics(asked)[0]
+    own = 0.0 if run.world.rank else run.world.world_size * (time.perf_counter() - began)
+    clock = torch.full((), own, device=device)
+    figures["asked"], figures["seconds"] = run.world.all_reduce_metrics(asked, clock)
     pending = pending_step(step, figures, start)
     state.end_step()
     return pending
@@ -320,12 +326,10 @@ def take_steps(run: Run, runlog: RunLog, evaluation: Evaluation, stop: StopReque
             if not stop.has_begun:  # a signal may have come during the evaluation before
                 stop.end_early(world.any(stop.received is not None))
                 stop.has_begun = True
-            before, pending = pending, take_step(run, stop)
+            before, pending = pending, take_step(run, stop, began)
             random_state = take_random_state(world.device)
             if before:  # read while a GPU computes the next one
                 stopping = finish_step(before, run, runlog)
-            if run.config.max_minutes:
-                state.seconds = world.broadcast(time.perf_counter() - began)
             if stopping or reads_at_once(run):
                 before, pending = pending, None  # first, as an error would read it again
                 stopping |= finish_step(before, run, runlog)

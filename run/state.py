@@ -51,7 +51,7 @@ class State:
     step: int = 0  # steps taken
     skipped_steps: int = 0  # updates skipped because loss or norm was not finite
     skipped_overflows: int = 0  # skipped_steps because of an overflow in fp16
-    seconds: float = 0.0  # since the first step began, counted if max_minutes is set
+    seconds: float = 0.0  # since the first step began, if max_minutes is set; on rank 0's clock
     best_val_loss: float | None = None
     validated: str = ""  # fingerprint and number of the tokens of validation losses
     problem: str = ""  # why the last step's update was skipped

@@ -37,6 +37,7 @@ class StepRow(NamedTuple):
     step: int  # from 1
     figures: dict[str, float]  # the key is the name in the log
     loss_scale: float  # fp16's, after the update
+    seconds: float  # since the run's first step began, when this one had been started
     asked: bool  # a rank was asked to stop
 
 
@@ -56,8 +57,9 @@ def read_step(pending: PendingStep, tokens: int) -> StepRow:
         for name, figure in pending.figures.items()
     }
     loss_scale, asked = figures.pop("loss_scale", 1.0), figures.pop("asked") > 0
+    seconds = figures.pop("seconds")
     figures |= {"dt_ms": dt_ms, "tokens_per_sec": tokens / dt_ms * 1e3}
-    return StepRow(pending.step, figures, loss_scale, asked)
+    return StepRow(pending.step, figures, loss_scale, seconds, asked)
 
 
 def judge(row: StepRow, run: Run) -> list[str]:
@@ -72,6 +74,8 @@ def judge(row: StepRow, run: Run) -> list[str]:
     notes = slowness(seconds, state.step_seconds)
     state.step_seconds.append(seconds)
     state.last_loss, state.problem = loss, ""
+    if config.max_minutes:  # a GPU's run knows the time of the step before the latest one
+        state.seconds = row.seconds
     if math.isfinite(loss + norm):
         return notes
     state.skipped_steps += 1

@@ -168,7 +168,7 @@ def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
     write_tiny_corpus(tmp_path)
     clock = """
         import itertools, types, runtime.clock, train as train_module
-        ticks = itertools.count(step=0.5 * (1 + world.rank))
+        ticks = itertools.count(1, 0.5 * (1 + world.rank))
         clock = types.SimpleNamespace(perf_counter=lambda: next(ticks))
         train_module.time = runtime.clock.time = clock
         for options"""
@@ -177,13 +177,13 @@ def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
     program = TRAIN.replace("\n        for options", clock)
     run_ranks(2, "-c", program, json.dumps([options]), cwd=tmp_path, timeout=100)
     config = tiny_run(tmp_path, **options)
-    seconds = [0.0, 1.5, 3.0, 4.5]  # three readings a step
+    seconds = [0.0, 1.0, 2.5, 4.0, 5.5]  # three readings a step, of which the second counts
     assert column(config, "lr") == [
         learning_rate(step, config, at) for step, at in enumerate(seconds, start=1)
     ]
     summary = json.loads((folder_of(config) / "summary.json").read_text())
     rate = summary["median_tokens_per_sec"]
-    assert rate == pytest.approx(12 * 16 / 0.5)
-    assert column(config, "tokens_per_sec") == pytest.approx([rate] * 4), "of all ranks"
+    assert rate == pytest.approx(12 * 16 / 1.0)
+    assert column(config, "tokens_per_sec") == pytest.approx([rate] * 5), "of all ranks"
     mfu = summary["flops_per_token"] * rate / 2 / 1e12  # of one rank and 1 TFLOP/s
     assert summary["utilization"] == pytest.approx(mfu)
