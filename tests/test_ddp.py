@@ -11,6 +11,7 @@ from optimizer import learning_rate
 from tests.conftest import (
     ALONE,
     COMPILED,
+    MODERN,
     console,
     folder_of,
     run_ranks,
@@ -161,6 +162,56 @@ def test_weights_that_differ_between_ranks_are_not_saved_and_end_the_run_on_all(
     said = console(here).splitlines()[-1]
     assert said.startswith("error: step 4: rank 1 and rank 0 have different weights")
     assert checkpoints(here) == ["step_000002"]
+
+
+# trains each of some runs, and notes what the ranks exchange in each
+EXCHANGES = """if True:
+    import itertools, json, sys, types
+    from pathlib import Path
+    import torch
+    import runtime.clock, train as train_module
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from runtime.world import joined_world
+    from tests.conftest import tiny_run
+    from tests.fake_cuda import tensors_of
+
+    class Exchanges(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                calls.append([func.__name__, [[*t.shape] for t in tensors_of(args)]])
+            return func(*args, **(kwargs or {}))
+
+    with joined_world(torch.device("cpu"), timeout=100) as world:
+        for options in json.loads(sys.argv[1]):
+            ticks, calls = itertools.count(1, 0.5), []
+            clock = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+            train_module.time = runtime.clock.time = clock
+            with Exchanges():
+                train_module.train(tiny_run(Path.cwd(), **options), world)
+            Path(f"{options['run_name']} {world.rank}.json").write_text(json.dumps(calls))
+"""
+
+
+def test_two_ranks_exchange_the_same_tensors_in_the_same_order_in_every_kind_of_run(tmp_path):
+    """A rank whose exchange the other does not join waits for it forever. The clock of max_minutes
+    is exchanged with the figures, not by itself.
+    """
+    write_tiny_corpus(tmp_path)
+    common = {"max_steps": 5, "batch_size": 2, "eval_every": 2, "val_fraction": 0.1}
+    muon = {"optimizer": "muon", "normuon": True}
+    modern = MODERN | {"fsdp": True, "cautious_decay": True}
+    kinds = {"muon": muon, "clock": {"max_minutes": 0.1}, "steps": {}}
+    kinds |= {"fsdp": {"fsdp": True}, "fsdp modern": modern}
+    runs = [common | options | {"run_name": name} for name, options in kinds.items()]
+    run_ranks(2, "-c", EXCHANGES, json.dumps(runs), cwd=tmp_path)
+    first, second = (
+        {name: json.loads((tmp_path / f"{name} {rank}.json").read_text()) for name in kinds}
+        for rank in range(2)
+    )
+    assert first == second
+    assert first["clock"] == first["steps"]
+    for name, own in (("muon", "allgather"), ("fsdp", "reduce_scatter"), ("steps", "allreduce_")):
+        assert sum(own in call for call, _ in first[name]) >= 5, name
 
 
 def test_by_the_clock_of_rank_0_all_ranks_end_after_the_same_step(tmp_path):
