@@ -11,19 +11,39 @@ from tests.conftest import ROOT
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --batch_size 1 --seq_len 32 --max_steps 2"
 
 
-@pytest.mark.slow
-def test_the_notebook_clones_climbs_and_shows_the_page(tmp_path, monkeypatch):
+@pytest.fixture
+def run_notebook(tmp_path, monkeypatch):
+    """Return a function that runs the notebook in a folder of its own, with options of a ladder."""
     if not shutil.which("git") or not (ROOT / ".git").exists():
         pytest.skip("needs git, and this repository with its history")
-    notebook = nbformat.read(ROOT / "docs/ladder.ipynb", as_version=4)
-    assert not [cell for cell in notebook.cells if cell.get("outputs")]
-    monkeypatch.setenv("REPOSITORY", str(ROOT))
-    monkeypatch.setenv("LADDER_OPTIONS", f"--stages baseline --rounds 0 -- {SMALL}")
-    nbclient.NotebookClient(
-        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    *_, shown = (cell for cell in notebook.cells if cell.cell_type == "code")
+
+    def run(options):
+        monkeypatch.setenv("REPOSITORY", str(ROOT))
+        monkeypatch.setenv("LADDER_OPTIONS", options)
+        notebook = nbformat.read(ROOT / "docs/ladder.ipynb", as_version=4)
+        resources = {"metadata": {"path": str(tmp_path)}}
+        nbclient.NotebookClient(notebook, timeout=120, resources=resources).execute()
+        return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_notebook_clones_climbs_and_shows_the_page(run_notebook, tmp_path):
+    *_, shown = run_notebook(f"--stages baseline --rounds 0 -- {SMALL}")
     (output,) = shown.outputs
-    page = output.data["text/html"]
-    assert "The quick speedup ladder" in page
+    assert "The quick speedup ladder" in output.data["text/html"]
     assert (tmp_path / "gpt2/logs/speedup_quick/results.csv").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_stops_at_an_error_of_the_ladder(run_notebook):
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="ended with status 2"):
+        run_notebook("--rounds 2")
+
+
+def test_the_committed_notebook_has_the_outputs_of_a_whole_run():
+    cells = nbformat.read(ROOT / "docs/ladder.ipynb", as_version=4).cells
+    ladder, page = [cell.outputs for cell in cells if cell.get("outputs")]
+    assert "times as fast as baseline" in ladder[0].text
+    assert "iframe" in page[0].data["text/html"]
