@@ -32,7 +32,7 @@ def run_notebook(tmp_path, monkeypatch):
 def test_the_notebook_clones_climbs_and_shows_the_page(run_notebook, tmp_path):
     *_, shown = run_notebook(f"--stages baseline --rounds 0 -- {SMALL}")
     (output,) = shown.outputs
-    assert "The quick speedup ladder" in output.data["text/html"]
+    assert "The speedup_quick ladder" in output.data["text/html"]
     assert (tmp_path / "gpt2/logs/speedup_quick/results.csv").is_file()
 
 
