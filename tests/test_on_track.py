@@ -61,7 +61,7 @@ def test_a_run_names_at_once_the_options_that_differ_from_its_curves_own(go, her
     """`weight_decay` is the recipe's, paths do not matter."""
     go(reference="quickstart", eval_every=6, val_fraction=0.1, weight_decay=0.1)
     (note,) = re.findall(r"^note: not the recipe.*$", (here / "console.log").read_text(), re.M)
-    assert "lr 0.0003 instead of 0.016" in note
+    assert "lr 0.0003 instead of 0.004" in note
     assert not re.search("weight_decay|data_dir", note)
 
 
