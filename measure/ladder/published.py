@@ -83,9 +83,9 @@ def median_of(log: Path, column: str = "tokens_per_sec") -> float | None:
     return statistics.median(values) if values else None
 
 
-def published_curve(stage: Published, column: str = "loss") -> dict[int, float]:
-    """Return a column of a published log by step; empty without a log."""
-    return curve(read_columns(REFERENCE / stage.log), column) if stage.log else {}
+def published_curve(stage: Published) -> dict[int, float]:
+    """Return the published losses by step; empty without a log."""
+    return curve(read_columns(REFERENCE / stage.log)) if stage.log else {}
 
 
 def factor(ours: Published, theirs: Published, figure: str) -> float | None:

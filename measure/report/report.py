@@ -1,6 +1,5 @@
 """One report from figures declared once: console, report.md, results.csv, page."""
 
-import base64
 import csv
 import io
 import itertools
@@ -133,7 +132,6 @@ def write_report(report: Report) -> None:
         "shown": figures,
         "cells": cells,
         "meanings": [f"{figure.heading}: {figure.meaning}" for figure in figures if figure.meaning],
-        "images": {data_uri(folder / name): text for name, text in report.pictures.items()},
         **report.parts,
     }
     parts["copied"] = render("summary.md", parts)
@@ -144,11 +142,6 @@ def write_report(report: Report) -> None:
     print(*report.remarks, f"{folder}: report.html, report.md and results.csv", sep="\n")
     if report.summary:
         print(report.summary)
-
-
-def data_uri(picture: Path) -> str:
-    """Return an SVG picture as an address that contains it."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 
 def write_csv(path: Path, rows: Sequence[Values]) -> None:
