@@ -50,7 +50,7 @@ def read_needed(
         questions = read_questions(file, encoding, config.block_size, world)
     corpus, is_needed = f"{config.data_dir}/{config.dataset}", config.eval_every > 0
     check_split(val, corpus, config.val_fraction, is_needed)
-    if reference and (others := ", ".join(reference.differences(config))):
+    if reference and (others := ", ".join(reference.differences(config, vocabulary))):
         log.warning(f"not the recipe of {reference.name}'s curve: {others}")
     return reference, questions
 

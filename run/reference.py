@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from config import PATH, Config, DataConfig, ModelConfig, OptimizationConfig
+from data.vocabulary import GPT2, Vocabulary
 from runtime.cli import CONFIG_DIR, load, show
 from runtime.errors import UserError, in_a_line
 
@@ -55,11 +56,13 @@ class Reference:
         config = load(Config, {}, str(recipe), world_size=1) if recipe.is_file() else None
         return cls(path.stem, tokens, losses, tolerances, config)
 
-    def differences(self, config: Config) -> Iterator[str]:
+    def differences(self, config: Config, vocabulary: Vocabulary) -> Iterator[str]:
         """Yield the options that affect learning and differ from the curve's config, with both
         values.
         """
         irrelevant = {*Config.names_marked(PATH)}
+        if vocabulary != GPT2:  # a run takes its size from the corpus, which is an option too
+            irrelevant |= {"vocab_size", "real_vocab_size"}
         if config.total_batch_tokens:  # then batch_size does not change a step's tokens
             irrelevant.add("batch_size")
         for name in LEARNING if self.config else ():

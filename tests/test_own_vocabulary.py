@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer, pipeline
 
 from checkpoint.files import SUMS, read_json
@@ -80,6 +81,18 @@ def test_without_padding_the_model_has_a_row_for_each_token(given, rows, tiny_co
     write()
     train(tiny_config(dataset="mine", max_steps=1, **{"vocab_size": 128} | given), ALONE)
     assert load_model("train").lm_head.weight.shape == (rows, 32)
+
+
+def test_a_corpuss_vocabulary_is_no_difference_from_the_recipe_of_a_curve(tiny_config):
+    write()
+    config = tiny_config(dataset="mine", **SHAPE)
+    options = config.model_dump(mode="json", exclude_unset=True)
+    Path("usual.yaml").write_text(yaml.safe_dump(options))
+    Path("usual.csv").write_text("tokens,val_loss,tolerance\n0,5,1\n9,5,1\n")
+    train(config.with_options(reference="usual.csv"), ALONE)
+    assert "not the recipe" not in console(config)
+    train(config.with_options(reference="usual.csv", lr=0.01), ALONE)
+    assert "note: not the recipe of usual's curve: lr 0.01 instead of 0.0003\n" in console(config)
 
 
 def test_bits_per_byte_are_of_the_bytes_of_the_evaluated_targets(trained, capsys):
