@@ -56,8 +56,8 @@ class DataConfig(Options):
     """data"""
 
     dataset: Name = "pydocs"
-    """corpus: a folder of token files below data_dir; pydocs and shakespeare are prepared when
-    first asked for
+    """corpus: a folder of token files below data_dir; pydocs, pydocs4096 (4,096 tokens of its
+    own) and shakespeare are prepared when first asked for
     """
     data_dir: Annotated[Name, PATH] = "data"
     """folder that holds the corpora"""
