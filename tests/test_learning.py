@@ -70,7 +70,7 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
         fake_losses(record, adamw, 6.0, 5.0, 4.0 + noise)
         fake_losses(record, aa, 6.0, 5.0, 4.02 - noise)
         fake_losses(record, muon, 6.0, 4.0 + noise, 3.0 + noise)
-    adamw, aa, muon = (row.values for row in rows_of(results_of(record, seeds)))
+    adamw, aa, muon = (row.values for row in rows_of(record, results_of(record, seeds)))
     assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0141", None)
     # its seeds are not paired with the base's: a variance of its own, not the pool's
     assert f"{aa['lower']:.4f}".endswith("0.0000 +- 0.0497 (within noise)")
@@ -78,7 +78,7 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
     assert muon["time_share"].value == pytest.approx(0.5)  # both have the same speed
     del record.runs["muon_seed_3"]
-    assert [row.name for row in rows_of(results_of(record, seeds))] == ["adamw", "aa"]
+    assert [row.name for row in rows_of(record, results_of(record, seeds))] == ["adamw", "aa"]
 
 
 @pytest.mark.usefixtures("configs", "forked")
@@ -93,6 +93,8 @@ def test_every_stage_is_trained_once_with_every_seed_side_by_side_and_reported(t
     assert len({tuple(row["loss"] for row in read_rows(log).values()) for log in logs}) == 4
     rows = table(folder / "results.csv")
     assert list(rows) == ["adamw", "muon"]
+    page = (folder / "report.html").read_text()
+    assert page.index('class="chart"') < page.index('id="muon"') < page.index("How this was")
     assert (folder / "learning.svg").is_file()
     before = [log.stat().st_mtime_ns for log in logs]
     record = Record.load(folder)
@@ -115,7 +117,7 @@ def test_the_best_value_of_a_sweep_is_named_with_neighbours_within_noise_and_at_
     for i, (_, *finished) in enumerate(zip(*seeds.values(), strict=True)):
         for stage, loss in zip(finished, (4.0, 4.01 + 0.1 * i, 5.0), strict=True):
             fake_losses(record, stage, 6.0, loss)
-    rows = rows_of(results_of(record, {stage: seeds[stage] for stage in values[1:]}))
+    rows = rows_of(record, results_of(record, {stage: seeds[stage] for stage in values[1:]}))
     loss = "Best: lr=1e-3, validation loss 4.0000 +- 0.0919: neighbours that may be as good: "
     assert str(best_of(rows, values)) == f"{loss}lr=1e-2\n\nlr: 1e-3"
     edge = "; it is at the edge of the sweep: try lower values"

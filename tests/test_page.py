@@ -12,6 +12,7 @@ import pytest
 
 from config import load_config
 from measure.ladder.explain import card_of, code_at, explained
+from measure.ladder.losses import apart
 from measure.ladder.record import LIMITS
 from measure.report.estimate import Estimate
 from measure.report.pictures import pair_of
@@ -123,6 +124,42 @@ def test_the_summary_is_that_of_the_results_and_is_everywhere_the_same(ladder, c
     memory = float(best["peak_memory_mb"]) / float(first["peak_memory_mb"])
     assert f"{float(best['tokens_per_sec']):,.0f} tokens a second" in text
     assert f"{memory:.2f} of the memory" in text
+
+
+def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
+    for name in ("modern", "ablate_softcap"):
+        (tmp_path / name).mkdir()
+        shutil.copy(RESULTS / "h200" / name / "ladder.json", tmp_path / name)
+    climb("modern", "--report_only", "--log_dir", str(tmp_path))
+    page = (tmp_path / "modern/report.html").read_text()
+    rows = table(tmp_path / "modern/results.csv")
+    last, options = rows["softcap"], table(RESULTS / "h200/ablate_softcap/results.csv")
+    share = float(last["tokens_share"])
+    assert f"<h1>Tuned AdamW&#39;s loss with {share:.2f} of the tokens</h1>" in page
+    assert f"step {400 * share:.0f} instead of 400<" in page
+    assert rows["muon"]["among_others"] == options["optimizer"]["lower"]
+    for name, row in rows.items():
+        assert f"<b>{float(row['loss']):.2f}</b> {name}</a>" in page
+        lower, low, high = (float(row[f"lower{end}"] or 0) for end in ("", "_low", "_high"))
+        if not lower:
+            continue
+        card = page.split(f'<details class="card" id="{name}"')[1].split("</details>")[0]
+        text = "lower" if lower > 0 else "higher"
+        kind = "none" if low <= 0 <= high else "better" if lower > 0 else "worse"
+        assert f'<summary class="effect {kind}">' in card
+        worth = "no clear change" if kind == "none" else f"{abs(lower):.3f} {text}"
+        assert f'<span class="words">{worth}</span>' in card
+        ends = " to ".join(
+            f"{end:.3f}" for end in sorted((low, high) if lower > 0 else (-low, -high))
+        )
+        assert f"<strong>{abs(lower):.3f}</strong></div><div>nats per token {text}" in card
+        assert f"{ends} with 95% confidence" in card
+    kinds = [len(re.findall(f'"effect {kind}"', page)) for kind in ("better", "worse", "none")]
+    assert f"{kinds[0]} lower the loss, {kinds[1]} raise it, {kinds[2] - 1} show" in page
+
+
+def test_labels_beside_a_chart_keep_apart_and_inside():
+    assert apart({"a": 50, "b": 51, "c": 99, "d": 99.5}, 5) == {"a": 50, "b": 55, "c": 95, "d": 100}
 
 
 def test_the_page_is_one_small_file_that_asks_for_nothing(ladder):

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 from measure.interleaved.ratio import means_over_seeds, product
 from measure.ladder.explain import all_that_ran, card_of_stage
-from measure.ladder.record import Record, curve
+from measure.ladder.losses import page_of, summarize
+from measure.ladder.record import Record, curve, settings
 from measure.ladder.report import speeds_of
 from measure.ladder.results import Result, look_up, write_results
-from measure.ladder.stages import Stage, is_numeric
+from measure.ladder.stages import Stage, ablated_losses, is_numeric, planned_before, with_seeds
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import Card, Figure, Report, Row, Summary
+from runtime.cli import read_yaml_mapping
 
 Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
 Results = Mapping[Stage, Sequence[Result]]  # one result per seed
@@ -61,6 +63,7 @@ FIGURES = [
         ".4f",
         "of the last step, in nats per token, the mean over the seeds",
     ),
+    Figure("bits_per_byte", "bits per byte", ".4f", "the loss over ln 2 and the bytes of a token"),
     Figure(
         "lower",
         "lower than base's by",
@@ -68,6 +71,13 @@ FIGURES = [
         f"the mean difference from the stage that it changes, seed by seed; {NOISE}",
     ),
     Figure("base", "base"),
+    Figure(
+        "among_others",
+        "among all the others",
+        ".4f",
+        "how much the stage lowers the loss of all the others together, from the ablation of the "
+        "last stage; of several options, the first that the stage sets",
+    ),
     *figures_of_shares(
         "the first's loss",
         "a stage reaches the first stage's final loss",
@@ -104,10 +114,10 @@ class Learned(NamedTuple):
     speed: Estimate | None  # over the stage of `goal`
 
 
-def losses_of(results: Sequence[Result]) -> list[Curve]:
-    """Return the validation losses of each seed of a stage; none unless all have finished."""
-    runs = [result.run for result in results if result.run]
-    return [curve(run.eval, "val_loss") for run in runs] if len(runs) == len(results) else []
+def losses_of(results: Sequence[Result], column: str = "val_loss") -> list[Curve]:
+    """Return a column of the evaluations of each seed of a stage; none unless all have it."""
+    runs = [result.run for result in results if result.run and column in result.run.eval]
+    return [curve(run.eval, column) for run in runs] if len(runs) == len(results) else []
 
 
 def compare(stages: Sequence[Learned]) -> dict[str, dict[str, Any]]:
@@ -191,7 +201,7 @@ def mean_of(curves: Sequence[Curve]) -> Curve:
 # ---- reports
 
 
-def rows_of(results: Results) -> list[Row]:
+def rows_of(record: Record, results: Results) -> list[Row]:
     """Return a row for each finished stage; none if the first one is not finished."""
     losses = {stage: found for stage, each in results.items() if (found := losses_of(each))}
     first = next(iter(results))
@@ -199,6 +209,14 @@ def rows_of(results: Results) -> list[Row]:
         return []
     speeds = speeds_of([each[0] for each in results.values()])
     means = means_over_seeds({stage.name: last(found) for stage, found in losses.items()})
+    bits = means_over_seeds(
+        {
+            stage.name: last(found)
+            for stage in losses
+            if (found := losses_of(results[stage], "bits_per_byte"))
+        }
+    )
+    among = among_others(record, [*losses])
     compared = compare(
         [
             Learned(
@@ -216,6 +234,7 @@ def rows_of(results: Results) -> list[Row]:
     for stage in losses:
         base = (stage.base or stage).name
         values = {"base": base, "loss": means[stage.name], **compared[stage.name]}
+        values |= {"bits_per_byte": bits.get(stage.name), "among_others": among.get(stage.name)}
         rows.append(Row(stage.name, values, card_of_stage(stage)))
     return rows
 
@@ -235,12 +254,36 @@ def ablated_rows(record: Record, results: Results, pairs: Mapping[str, Stage]) -
     return [Row(name, values) for name, values in compare(found).items()]
 
 
+def among_others(record: Record, stages: Sequence[Stage]) -> dict[str, Estimate]:
+    """Return how much each stage lowers the loss of all the others, from the ablation of the last
+    one beside the ladder's folder; empty without it.
+    """
+    whole = stages[-1]
+    ablation = Record.load(record.folder.parent / f"ablate_{whole.file.stem}")
+    planned = planned_before(ablation) if ablation.seeds else []
+    if [settings(stage.config) for stage in planned] != [settings(whole.config)]:
+        return {}
+    without = ablated_losses(planned[0])
+    seeds = with_seeds([planned[0], *without.values()], ablation.seeds)
+    pairs = {option: seeds[stage][0] for option, stage in without.items()}
+    rows = ablated_rows(ablation, results_of(ablation, seeds), pairs)
+    lower = {row.name: row.values["lower"] for row in rows}
+    found = dict[str, Estimate]()
+    for stage in stages:
+        for option in read_yaml_mapping(stage.file):
+            if option in lower:
+                found.setdefault(stage.name, lower[option])
+    return found
+
+
 def report_learning(ladder: str, record: Record, seeds: Seeds) -> None:
     """Report the losses of the finished stages, as `write_losses` does."""
     results = results_of(record, seeds)
     title = f"What the stages of {ladder} learn"
     write_losses(
-        record, results, Report(record.folder, title, FIGURES, rows_of(results), meaning=BRACKETS)
+        record,
+        results,
+        Report(record.folder, title, FIGURES, rows_of(record, results), meaning=BRACKETS),
     )
 
 
@@ -263,10 +306,10 @@ def report_sweep(ladder: str, record: Record, seeds: Seeds) -> None:
     """
     results = results_of(record, seeds)
     finished = {stage: each for stage, each in results.items() if losses_of(each)}
-    rows = rows_of(finished) if finished else []
+    rows = rows_of(record, finished) if finished else []
     rows = [row._replace(card=Card("")) for row in rows]
     title, best = f"The losses of {ladder}", best_of(rows, [*results]) if rows else None
-    write_losses(record, results, Report(record.folder, title, FIGURES[:4], rows, summary=best))
+    write_losses(record, results, Report(record.folder, title, FIGURES[:5], rows, summary=best))
 
 
 def best_of(rows: Sequence[Row], stages: Sequence[Stage]) -> Summary:
@@ -320,4 +363,12 @@ def write_losses(record: Record, results: Results, report: Report) -> None:
     )
     if report.rows:
         draw_panels(record.folder / "learning.svg", {"validation": means})
+    if report.figures[1].name == "loss" and report.rows:
+        others = (stage.name for stage in results if stage.config.seed != first.config.seed)
+        again = next(others, "")
+        report.summary = report.summary or summarize(report.rows, len(results[first]), again)
+        report.page, report.parts = (
+            "learn.html",
+            {**report.parts, **page_of(report.rows, means, again)},
+        )
     write_results(record, all_results, report)
