@@ -1,6 +1,6 @@
 """Climb a ladder: run its stages one after the other, and report the factor of each here.
 
-python ladder.py speedup --quick       with a small model, in ten minutes
+python ladder.py speedup --quick       with a small model, in 15 minutes
 python ladder.py speedup               a series: speedup, or a folder of configs/ such as a100
 python ladder.py modern                the losses of newer recipes, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs

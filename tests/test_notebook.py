@@ -40,3 +40,11 @@ def test_the_notebook_clones_climbs_and_shows_the_page(run_notebook, tmp_path):
 def test_the_notebook_stops_at_an_error_of_the_ladder(run_notebook):
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="ended with status 2"):
         run_notebook("--rounds 2")
+
+
+def test_the_notebook_has_the_output_of_the_committed_quick_ladder():
+    notebook = nbformat.read(ROOT / "docs/ladder.ipynb", as_version=4)
+    (shown,) = [cell.outputs[0].text for cell in notebook.cells if cell.get("outputs")]
+    report = ROOT / "logs/results/epyc-avx512bf16-2cores/speedup_quick/report.md"
+    headline = report.read_text().splitlines()[2].strip("*")
+    assert shown.splitlines()[-1].startswith(f"{headline}: ")

@@ -1,4 +1,4 @@
-"""The speedup ladder with a small model: `python ladder.py speedup --quick`, in ten minutes."""
+"""The speedup ladder with a small model: `python ladder.py speedup --quick`, in 15 minutes."""
 
 import statistics
 from collections.abc import Sequence
