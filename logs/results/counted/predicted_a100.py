@@ -51,7 +51,7 @@ for series in ("a100", "gpu_ms"):
             if abs(published - 1) > 0.15:
                 beyond_15.append((factor, published))
         times = [f"{1e3 * mine.seconds:,.1f}", f"{stage.published.ms_per_step:,.1f}"]
-        shares = [f"{mine.share(limit):.0%}" for limit in LIMITS]
+        shares = [f"{getattr(mine, limit) / mine.seconds:.0%}" for limit in LIMITS]
         rows.append([f"{series}/{stage.name}", *times, *factors, *shares])
 print(markdown_table(HEADINGS, rows))
 hits = sum(abs(factor / published - 1) <= 0.25 for factor, published in beyond_15)
