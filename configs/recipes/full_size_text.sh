@@ -7,7 +7,10 @@
 # And on a GPU, with gpt2_124m.yaml and gpt2_124m_fast.yaml in turn, eight minutes each:
 #     python train.py --config gpt2_124m.yaml --dataset full_text --max_minutes 8 --batch_size 64 \
 #         --total_batch_tokens 262144 --compile_mode default --eval_every 100 --hellaswag_every 0 \
-#         --reference null
+#         --reference null --keep_last 0 --warmup_steps 50
+# Leave --warmup_steps out for gpt2_124m_fast.yaml, which has no warm-up. gpt2_124m.yaml's own 715
+# steps would be most of so short a run. --keep_last 0 saves no checkpoint: each better evaluation
+# would save one.
 set -euo pipefail
 export LC_ALL=C.UTF-8 MANWIDTH=80 package
 to_text() {
