@@ -23,7 +23,8 @@ log.setLevel(logging.DEBUG)
 log.propagate = False  # libraries may give the root logger handlers of their own
 log.addHandler(logging.NullHandler())  # code that opens no console prints nothing
 
-LEAST = logging.INFO if "BRIEF_CONSOLE" in os.environ else logging.DEBUG  # level that is printed
+BRIEF = "BRIEF_CONSOLE"  # environment variable: details are not printed
+LEAST = logging.INFO if BRIEF in os.environ else logging.DEBUG  # level that is printed
 PREFIXES = {logging.WARNING: "note: ", logging.ERROR: "error: "}
 
 

@@ -25,6 +25,7 @@ from measure.ladder.record import Device, Predictions, Record, Run, Summary, set
 from measure.ladder.results import look_up
 from measure.ladder.stages import Stage
 from run.log import describe_duration
+from runtime.console import BRIEF
 from runtime.files import sole_writer
 from runtime.report import git_commit, git_diff, machine
 from runtime.start import cores
@@ -157,7 +158,7 @@ def run_commands(commands: Sequence[list[str]], waiting: Waiting) -> list[str | 
     """
     shares = shares_of_machine(len(commands))
     started = [
-        start_process(command, share | {"BRIEF_CONSOLE": "1"})
+        start_process(command, share | {BRIEF: "1"})
         for command, share in zip(commands, shares, strict=True)
     ]
     with waiting:

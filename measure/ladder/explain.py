@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import Config
 from measure.ladder.stages import ROOT, Stage, bases
-from measure.report.report import Card
+from measure.report.report import Card, Row
 from runtime.cli import CONFIG_DIR, read_yaml_mapping
 
 # The stages of speedup that can change the speed of a step; the other ones change the learning.
@@ -55,6 +55,11 @@ def card_of(name: str, file: Path, base: Path) -> Card:
 def lowered(title: str) -> str:
     """Return a title as it is written within a sentence: `a batch of 6`, `TF32`, `Muon`."""
     return re.sub("^(?!Muon)[A-Z](?=[a-z-]*( |$))", lambda first: first[0].lower(), title)
+
+
+def phrase_of(row: Row) -> str:
+    """Return what a stage changes, within a sentence: `flash attention with a batch of 6`."""
+    return " with ".join(filter(None, [lowered(row.card.title or row.name), row.card.also]))
 
 
 def card_of_stage(stage: Stage) -> Card:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from measure.interleaved.ratio import means_over_seeds, product
 from measure.ladder.explain import all_that_ran, card_of_stage
-from measure.ladder.losses import page_of, summarize
+from measure.ladder.losses import kind_of, page_of, summarize
 from measure.ladder.record import Record, curve, settings
 from measure.ladder.report import speeds_of
 from measure.ladder.results import Result, look_up, write_results
@@ -323,11 +323,7 @@ def best_of(rows: Sequence[Row], stages: Sequence[Stage]) -> Summary:
         for row in rows
         if best.name in (row.name, row.base) and row.values["lower"]
     }
-    like = [
-        name
-        for name, lower in beside.items()
-        if lower.low is None or lower.ends[0] <= 0 <= lower.ends[1]
-    ]
+    like = [name for name, lower in beside.items() if kind_of(lower) == "none"]
     text = f"neighbours that may be as good: {', '.join(like) or 'none'}"
     option, names = best.name.partition("=")[0], [stage.name for stage in stages]
     stage = stages[names.index(best.name)]

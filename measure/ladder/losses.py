@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from measure.ladder.explain import lowered
+from measure.ladder.explain import lowered, phrase_of
 from measure.report.estimate import Estimate
-from measure.report.pictures import Curve, Scale, pair_of, points_of, span
+from measure.report.pictures import Curve, Scale, pair_of, points_of, polyline, span
 from measure.report.report import Row, Summary
 
 LABEL = 16  # height of a label beside the chart, in pixels
@@ -79,7 +79,7 @@ def chart_of(rows: Sequence[Row], means: Mapping[str, Curve], again: str) -> Cha
         Line(
             row,
             kinds.get(row.name, "other"),
-            " ".join(f"{across.at(x)},{up.at(y)}" for x, y in points_of(means[row.name])),
+            polyline(points_of(means[row.name]), across, up),
             up.at(ends[row.name]),
             places[row.name],
         )
@@ -161,15 +161,10 @@ def largest(changes: Sequence[Row]) -> str:
     most = [row for row in ranked if kind_of(row.values["lower"]) == "better"]
     if len(changes) < 2 or not most:
         return ""
-    names = [f"{words(row)} ({row.values['lower'].value:.3f})" for row in most]
+    names = [f"{phrase_of(row)} ({row.values['lower'].value:.3f})" for row in most]
     text = f"The most came from {' and '.join(names)}."
     among = [each for row in most if (each := row.values.get("among_others"))]
     if len(among) == len(most):
         worth = " and ".join(f"{each.value:.3f}" for each in among)
         text += f" To all the others together they add {worth}."
     return text
-
-
-def words(row: Row) -> str:
-    """Return what a stage changes, within a sentence: `a learning rate per kind with Muon`."""
-    return " with ".join(filter(None, [lowered(row.card.title or row.name), row.card.also]))

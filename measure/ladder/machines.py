@@ -69,9 +69,9 @@ def table_of(machines: Mapping[str, Staircase], sizes: Mapping[str, str]) -> str
     stages = dict.fromkeys(chain(*columns.values()))
     for name, stairs in machines.items():
         columns[name] |= totals_of(stairs) | {"model, run": sizes[name]}
-        for row in [stair.row for stair in stairs.stairs if stair.base]:
-            if factor := row.values["published_over_base"] or row.values["a100_over_base"]:
-                columns.setdefault("published, another GPU", {})[row.title] = f"{factor:.2f}"
+        for stair in [stair for stair in stairs.stairs if stair.base and stair.published]:
+            column = columns.setdefault("published, another GPU", {})
+            column[stair.row.title] = f"{stair.published:.2f}"
     rows = dict.fromkeys([*stages, *chain(*columns.values())])
     cells = [[row, *(column.get(row, "") for column in columns.values())] for row in rows]
     return markdown_table(["stage", *columns], cells)

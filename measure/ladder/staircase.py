@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from measure.ladder.explain import lowered
+from measure.ladder.explain import lowered, phrase_of
 from measure.ladder.published import published_curve
 from measure.ladder.record import LIMITS, Record, Run, curve
 from measure.ladder.results import Result, look_up
@@ -37,12 +37,6 @@ class Stair:
     predicted: dict[str, float]  # predicted milliseconds by LIMITS; empty without a prediction
 
     @property
-    def words(self) -> str:
-        """What it changes, within a sentence: `flash attention with a batch of 6`."""
-        card = self.row.card
-        return " with ".join(filter(None, [lowered(card.title), card.also]))
-
-    @property
     def factor(self) -> Estimate:
         """The speed over the base."""
         return self.row.values["over_base"] or Estimate(1.0)
@@ -59,6 +53,11 @@ class Stair:
         """The milliseconds at which the prediction puts the end of its bar."""
         guess = self.row.values["predicted_over_base"]
         return self.base.ms / guess if self.base and guess else None
+
+    @property
+    def published(self) -> float | None:
+        """The published speed over the base, of the stage's own series or an A100's."""
+        return self.row.values["published_over_base"] or self.row.values["a100_over_base"]
 
     @property
     def losses(self) -> Pair:
@@ -191,8 +190,8 @@ def summarize(stairs: Staircase) -> Summary:
     memory = values["peak_memory_mb"] / start["peak_memory_mb"]
     return Summary(
         f"{'No clear change of speed' if total.verdict else times} on {device}",
-        f"{three_digits(first.ms)} {stairs.unit} became {three_digits(best.ms)} with {best.words}, "
-        f"{how}.{largest(stairs)}",
+        f"{three_digits(first.ms)} {stairs.unit} became {three_digits(best.ms)} with "
+        f"{phrase_of(best.row)}, {how}.{largest(stairs)}",
         f"{speed}, {memory:.2f} of the memory.{judged(stairs)}",
     )
 
@@ -200,7 +199,7 @@ def summarize(stairs: Staircase) -> Summary:
 def largest(stairs: Staircase) -> str:
     """Return a sentence on the two largest factors."""
     ranked = sorted(stairs.shown, key=lambda stair: -stair.factor.value)[:2]
-    names = [f"{s.words} ({s.factor.value:.2f})" for s in ranked if s.factor.ends[0] > 1]
+    names = [f"{phrase_of(s.row)} ({s.factor.value:.2f})" for s in ranked if s.factor.ends[0] > 1]
     return f" The most came from {' and '.join(names)}." if names else ""
 
 

@@ -79,6 +79,11 @@ def points_of(curve: Curve) -> list[tuple[int, float]]:
     return [*points[: -1 : 1 + len(points) // MOST_POINTS], *points[-1:]]
 
 
+def polyline(points: Iterable[tuple[int, float]], across: Scale, up: Scale) -> str:
+    """Return the places of a curve's points, as an SVG's polyline has them."""
+    return " ".join(f"{across.at(x)},{up.at(y)}" for x, y in points)
+
+
 def span(values: Collection[float]) -> tuple[float, float]:
     """Return the ends of an axis, slightly beyond the values."""
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -106,9 +111,6 @@ def pair_of(own: Curve, base: Curve, what: str, published: Curve | None = None) 
     }
     across = Scale(start, max(end, start + 1), 34, 240)
     up = Scale(*span([y for tail in tails.values() for _, y in tail]), 130, 8)
-    lines = {
-        kind: " ".join(f"{across.at(x)},{up.at(y)}" for x, y in tail)
-        for kind, tail in tails.items()
-    }
+    lines = {kind: polyline(tail, across, up) for kind, tail in tails.items()}
     last = {"own": own[end], "base": base.get(end, math.nan)}
     return Pair(what, lines, up.ticks, (start, end), last)
