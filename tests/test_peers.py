@@ -189,7 +189,7 @@ def test_a_peer_is_a_side_of_interleaved_runs_and_its_failure_is_one_line(corpus
     theirs = f"-m measure.peer {peer()} --config {ours} --no-retain_memory"
     words = ["--rounds", "6", "--output", output, "--", *TINY]
     ran = compare(ours, theirs, *words, COLUMNS="300")
-    assert "MB x first" in ran.stdout
+    assert "MB over first" in ran.stdout
     sides = json.loads(output.read_text())["sides"]
     our_loss, loss = (side["turns"][0]["loss"] for side in sides)
     assert loss == pytest.approx(our_loss, abs=2e-3)

@@ -4,13 +4,19 @@
 # The name of a file begins with the hash of its text, so that the order is random, but the same
 # everywhere, and no text occurs twice. Then, on any machine:
 #     tar xJf full_text.tar.xz && python data/text.py full_text --val_every 50
-# And on a GPU, with gpt2_124m.yaml and gpt2_124m_fast.yaml in turn, eight minutes each:
-#     python train.py --config gpt2_124m.yaml --dataset full_text --max_minutes 8 --batch_size 64 \
-#         --total_batch_tokens 262144 --compile_mode default --eval_every 100 --hellaswag_every 0 \
-#         --reference null --keep_last 0 --warmup_steps 50
-# Leave --warmup_steps out for gpt2_124m_fast.yaml, which has no warm-up. gpt2_124m.yaml's own 715
-# steps would be most of so short a run. --keep_last 0 saves no checkpoint: each better evaluation
-# would save one.
+# And on a GPU of 80 GB, the old recipe and the modern one for about eight minutes each, first the
+# old one alone with --stages gpt2_124m before the --; the report has loss, tokens and time to the
+# old one's final loss, and each run prints its memory and any update skipped as not finite:
+#     python ladder.py gpt2_124m.yaml gpt2_124m_fast.yaml --seeds 1 --rounds 0 -- \
+#         --dataset full_text --max_steps 900 --warmup_steps 50 --batch_size 64 \
+#         --total_batch_tokens 262144 --compile_mode default --eval_every 100 \
+#         --eval_tokens 1048576 --hellaswag_every 0 --sample_every 0 --reference null
+# 50 steps of warm-up for both: gpt2_124m.yaml's own 715 would be most of so short a run, and
+# gpt2_124m_fast.yaml has none. And their speed and memory, interleaved:
+#     python -m measure.interleaved gpt2_124m.yaml gpt2_124m_fast.yaml \
+#         "gpt2_124m_fast.yaml --residual_bf16" --rounds 8 -- --dataset full_text --batch_size 64 \
+#         --total_batch_tokens 262144 --compile_mode default
+# Both commands ran on a CPU with one layer of 32, not on a GPU yet.
 set -euo pipefail
 export LC_ALL=C.UTF-8 MANWIDTH=80 package
 to_text() {

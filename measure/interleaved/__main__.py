@@ -95,7 +95,7 @@ def print_comparison(found: Comparison) -> None:
         )
         for i, side in enumerate(found.sides)
     ]
-    headings = ("side", "tokens/s", "x first", "MB", "MB x first")
+    headings = ("side", "tokens/s", "over first", "MB", "MB over first")
     print_table(f"{found.rounds} interleaved rounds", headings, rows)
 
 

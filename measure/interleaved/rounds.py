@@ -212,7 +212,7 @@ def describe_round(comparison: Comparison, rounds: int) -> str:
     line = f"round {comparison.rounds} of at most {rounds}: {speeds} tokens/s"
     if comparison.rounds >= FEWEST:
         ratios = [str(comparison.ratio(i)) for i in range(1, len(comparison.sides))]
-        line += f"; x first {', '.join(ratios)}"
+        line += f"; over first {', '.join(ratios)}"
     return line
 
 
