@@ -117,7 +117,7 @@ class CausalSelfAttention(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
         if config.value_residual and layer:
             # A tensor of one element: FSDP2 shards no scalars.
-            self.value_mix = nn.Parameter(torch.tensor([0.5]))
+            self.value_mix = nn.Parameter(torch.full((1,), 0.5))
         self.value_embed: nn.Embedding | None = None
         if config.value_embeds and (config.n_layer - layer) % 2:  # the last one, third last, ...
             self.value_embed = nn.Embedding(config.vocab_size, config.n_embd)
@@ -213,9 +213,9 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
         if config.embed_shortcut:
-            self.shortcut = nn.Parameter(torch.tensor([1.0, 0.0]))
+            self.shortcut = nn.Parameter(torch.eye(1, 2)[0])
         if config.bigram_embed:
-            self.pair_share = nn.Parameter(torch.tensor([0.1]))
+            self.pair_share = nn.Parameter(torch.full((1,), 0.1))
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """Let attention, then the MLP, add to the residual stream: (B, T, C) to (B, T, C).

@@ -13,7 +13,7 @@ from measure.ladder.climb import predict_stages
 from measure.ladder.record import Device, Predictions, Record
 from measure.ladder.results import look_up
 from measure.ladder.roofline import Counter, count, fuse, predict, rate_of_fp32
-from tests.conftest import CPU, ROOT, TINY, TINY_RUN
+from tests.conftest import CPU, MODERN, ROOT, TINY, TINY_RUN
 from tests.test_ladder import plan
 
 SMALL = TINY | TINY_RUN | {"n_layer": 1}
@@ -38,6 +38,12 @@ def test_a_steps_arithmetic_is_that_of_the_model(flash):
     # Forward and backward: 12 n_layer n_embd T; flash attention computes the scores twice.
     attention = (14 if flash else 12) * 2 * 32 * 32
     assert flops == pytest.approx(4 * 32 * (6 * matrices + attention), rel=1e-3)
+
+
+def test_the_newer_recipes_are_counted():
+    options = MODERN | {"optimizer": "muon", "average_steps": 2}
+    more = sum(op.flops for op in count(config_of(**options), CPU))
+    assert more > sum(op.flops for op in count(config_of(), CPU)), "Muon's matmuls"
 
 
 def test_fp16_is_counted_with_its_update():
