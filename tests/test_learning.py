@@ -7,10 +7,12 @@ import pytest
 
 from config import load_config
 from measure.ladder.learning import Learned, best_of, compare, mean_of, rows_of, steps_to
+from measure.ladder.losses import summarize
 from measure.ladder.record import Device, Record
 from measure.ladder.results import look_up
 from measure.ladder.stages import ablated_losses, plan_sweep, with_bases, with_seeds
 from measure.report.estimate import Estimate
+from measure.report.report import Row
 from run.log import read_rows
 from tests.conftest import TINY, TINY_RUN, refused
 from tests.test_ladder import climb, fake_run, plan, table
@@ -108,6 +110,27 @@ def test_every_stage_is_trained_once_with_every_seed_side_by_side_and_reported(t
     assert [row["lower"] for row in again.values()] == [row["lower"] for row in rows.values()]
     assert rows["muon"]["speed"]
     assert not again["muon"]["speed"], "speeds of two machines have no ratio"
+
+
+@pytest.mark.parametrize(
+    ("lower", "text"),
+    [
+        (
+            Estimate(0.2, 0.1, 0.3),
+            "0.2000 nats per token lower, 0.100 to 0.300 with 95% confidence",
+        ),
+        (Estimate(-0.2, -0.3, -0.1), "0.2000 nats per token higher, 0.100 to 0.300"),
+        (Estimate(-0.1, -0.4, 0.2), "no clear change, 0.1000 nats per token higher, -0.200 to 0.4"),
+        (Estimate(-0.1), "0.1000 nats per token higher, one seed: no interval"),
+    ],
+)
+def test_the_summary_of_two_stages_says_the_direction_of_their_difference(lower, text):
+    loss = Estimate(4.0)
+    rows = [
+        Row("adamw", {"loss": loss, "lower": None}),
+        Row("lion", {"loss": loss, "lower": lower, "tokens_share": None}),
+    ]
+    assert f"lion: {text}" in str(summarize(rows, 1, ""))
 
 
 @pytest.mark.usefixtures("configs")

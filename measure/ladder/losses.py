@@ -136,11 +136,12 @@ def summarize(rows: Sequence[Row], seeds: int, again: str) -> Summary:
     elif last is not first:
         headline += f" with {lowered(first.title)}, {last.values['loss'].value:.3f} with "
         headline += lowered(last.title)
+    runs = f"Means over {seeds} seeds" if seeds > 1 else "One run"
     return Summary(
         headline,
         f"{counted(changes)} {largest(changes)}".strip(),
-        f"Means over {seeds} seeds of each stage. A loss that is 0.1 lower gives the right token "
-        "1.11 times the probability, as a geometric mean.",
+        f"{runs} of each stage. A loss that is 0.1 lower gives the right token 1.11 times the "
+        "probability, as a geometric mean.",
     )
 
 
@@ -148,7 +149,10 @@ def counted(changes: Sequence[Row]) -> str:
     """Return a sentence on how many stages lower the loss; of a single one, by how much."""
     if len(changes) == 1:
         lower = changes[0].values["lower"]
-        return f"{changes[0].title}: {words_of(lower)}; lower by {lower:.4f} nats per token."
+        way = "lower" if lower.value > 0 else "higher"
+        unclear = "no clear change, " if words_of(lower) == "no clear change" else ""
+        difference = f"{abs(lower.value):.4f} nats per token {way}, {interval_of(lower)}"
+        return f"{changes[0].title}: {unclear}{difference}."
     kinds = [kind_of(row.values["lower"]) for row in changes]
     each = {"better": "lower the loss", "worse": "raise it", "none": "show no clear change"}
     texts = [f"{kinds.count(kind)} {words}" for kind, words in each.items() if kind in kinds]
