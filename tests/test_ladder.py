@@ -156,7 +156,7 @@ def test_ctrl_c_keeps_finished_stages_and_one_that_was_stopped_counts_as_failed(
     record.stages = {stage.name: stage.planned for stage in found}
     fake_run(record, found[1])  # an older run, which the failed one replaces
 
-    def run(commands, _):
+    def run(commands, *_):
         (command,) = commands
         if "--run_name=flash_3" in command:
             raise KeyboardInterrupt
@@ -779,6 +779,39 @@ def test_several_runs_have_a_gpu_each_of_those_that_the_user_has_chosen(monkeypa
     assert (gpus(1), gpus(2)) == ([None], ["0", "1"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-7")
     assert gpus(3) == ["2", "GPU-7", "2"]
+
+
+@pytest.mark.parametrize(
+    ("device", "seeds", "ranks", "at_once"),
+    [
+        (Device(name="cpu"), 3, 1, 2),
+        (Device(name="cpu"), 0, 1, 1),
+        (Device(name="cpu"), 3, 2, 1),
+        (Device(name="mps"), 3, 1, 1),
+        (Device(name="a GPU", gpus=8), 3, 1, 3),
+        (Device(), 3, 1, 1),
+    ],
+)
+def test_runs_whose_losses_are_compared_train_at_once_one_per_gpu_or_core(
+    device, seeds, ranks, at_once, monkeypatch
+):
+    monkeypatch.setattr(climbing, "cores", lambda: 2)
+    (stage,) = plan("speedup1")
+    stage.ranks = ranks
+    assert climbing.runs_at_once(seeds, [stage], device) == at_once
+
+
+def test_a_run_that_is_left_alone_has_the_share_of_the_others(monkeypatch):
+    monkeypatch.setattr(climbing, "cores", lambda: 2)
+    seen = list[str]()
+
+    def run(commands, shares, _):
+        seen.extend(share["OMP_NUM_THREADS"] for _, share in zip(commands, shares, strict=True))
+        return ["not run"] * len(commands)
+
+    found = plan("speedup1", "speedup2", "speedup3")
+    climbing.run_stages(Record(seeds=3, folder=LADDER), found, Device(name="cpu"), run)
+    assert seen == ["1", "1", "1"]
 
 
 def test_some_stages_are_climbed_by_their_numbers_over_the_first():

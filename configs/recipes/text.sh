@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Write the corpus of these stages, data/docs4096: the documentation of 18 Python packages, as their
-# sources on PyPI hold it, without change logs and tables, in a vocabulary of its own. Every 20th
-# file is for validation. Rates are tuned on data/docs4096_tuning, which has the same training text:
-# its tail, by val_fraction, is the validation text of the tuning.
+# sources on PyPI hold it, without change logs, news, translations and lists of an API, in a
+# vocabulary of its own. Every 20th file is for validation. Rates are tuned on data/docs4096_tuning,
+# which has the same training text: its tail, by val_fraction, is the validation text of the tuning.
 set -euo pipefail
 sdists=${1:-sdists} # a folder for the packages' sources
 python -m pip download --quiet --no-deps --no-binary :all: --dest "$sdists" Django==5.2.8 \

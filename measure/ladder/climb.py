@@ -150,12 +150,13 @@ def predict_stages(record: Record, stages: Sequence[Stage], device: Device) -> N
 # ---- runs
 
 
-def run_commands(commands: Sequence[list[str]], waiting: Waiting) -> list[str | None]:
+def run_commands(
+    commands: Sequence[list[str]], shares: Sequence[dict[str, str]], waiting: Waiting
+) -> list[str | None]:
     """Run commands at once, which print to our stdout; return the error line of each, or None.
 
-    `waiting` is entered once all have started.
+    `shares`: their environments. `waiting` is entered once all have started.
     """
-    shares = shares_of_machine(len(commands))
     started = [
         start_process(command, share | {BRIEF: "1"})
         for command, share in zip(commands, shares, strict=True)
@@ -196,26 +197,39 @@ def run_stages(
     record: Record,
     stages: Sequence[Stage],
     device: Device,
-    execute: Callable[[Sequence[list[str]], Waiting], list[str | None]] = run_commands,
+    execute: Callable[
+        [Sequence[list[str]], Sequence[dict[str, str]], Waiting], list[str | None]
+    ] = run_commands,
 ) -> None:
     """Run stages, and keep the finished runs, and the failures, in the record.
 
-    With seeds only losses are compared, so several runs of one rank train at once: at most one per
-    seed, and one per GPU or core: two runs of configs/recipes/softcap.yaml with a core of an EPYC
-    each trained 1.4 times as many tokens/s as one run with both (measured once). `execute` runs
-    commands at once.
+    `execute` runs commands at once. All runs have equal shares of the machine, also one that is
+    left alone, as their speeds are compared.
     """
-    at_once = min(record.seeds, device.gpus or cores()) or 1
-    if any(stage.ranks > 1 for stage in stages):
-        at_once = 1
+    at_once = runs_at_once(record.seeds, stages, device)
+    shares = shares_of_machine(at_once)
     for i in range(0, len(stages), at_once):
         together = stages[i : i + at_once]
         names = ", ".join(stage.name for stage in together)
         print(f"== {i + len(together)} of {len(stages)}: {names}", flush=True)
         waiting = until_first_step(record.folder, together, device)
-        errors = execute([stage.command(record.folder) for stage in together], waiting)
+        commands = [stage.command(record.folder) for stage in together]
+        errors = execute(commands, shares[: len(together)], waiting)
         for stage, error in zip(together, errors, strict=True):
             keep_run(record, stage, error)
+
+
+def runs_at_once(seeds: int, stages: Sequence[Stage], device: Device) -> int:
+    """Return how many runs train at once.
+
+    With seeds only losses are compared, so several runs of one rank do: at most one per seed, and
+    one per GPU, or per core of a CPU. Two runs of configs/recipes/softcap.yaml with a core of an
+    EPYC each trained 1.4 times as many tokens/s as one run with both (measured once).
+    """
+    if any(stage.ranks > 1 for stage in stages):
+        return 1
+    places = device.gpus or (cores() if device.name == "cpu" else 1)  # Apple's GPU is one place
+    return min(seeds, places) or 1
 
 
 def keep_run(record: Record, stage: Stage, error: str | None) -> None:

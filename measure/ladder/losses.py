@@ -53,6 +53,8 @@ def page_of(rows: Sequence[Row], means: Mapping[str, Curve], again: str) -> dict
         "scale": Scale(*span([0.0, *ends]), 0.0, 100.0),
         "noise": by_name[again].values["lower"] if again in by_name else None,
         "kind_of": kind_of,
+        "is_unclear": is_unclear,
+        "way_of": way_of,
         "words_of": words_of,
         "interval_of": interval_of,
     }
@@ -107,11 +109,19 @@ def kind_of(lower: Estimate) -> str:
     return "better" if lower.value > 0 else "worse"
 
 
+def is_unclear(lower: Estimate) -> bool:
+    """True if a change of the loss has an interval, which contains 0."""
+    return lower.low is not None and kind_of(lower) == "none"
+
+
+def way_of(lower: Estimate) -> str:
+    """Return the direction of a change of the loss."""
+    return "lower" if lower.value > 0 else "higher"
+
+
 def words_of(lower: Estimate) -> str:
     """Return a change of the loss in words."""
-    if lower.low is not None and kind_of(lower) == "none":
-        return "no clear change"
-    return f"{abs(lower.value):.3f} {'lower' if lower.value > 0 else 'higher'}"
+    return "no clear change" if is_unclear(lower) else f"{abs(lower.value):.3f} {way_of(lower)}"
 
 
 def interval_of(lower: Estimate) -> str:
@@ -149,9 +159,8 @@ def counted(changes: Sequence[Row]) -> str:
     """Return a sentence on how many stages lower the loss; of a single one, by how much."""
     if len(changes) == 1:
         lower = changes[0].values["lower"]
-        way = "lower" if lower.value > 0 else "higher"
-        unclear = "no clear change, " if words_of(lower) == "no clear change" else ""
-        difference = f"{abs(lower.value):.4f} nats per token {way}, {interval_of(lower)}"
+        unclear = "no clear change, " if is_unclear(lower) else ""
+        difference = f"{abs(lower.value):.4f} nats per token {way_of(lower)}, {interval_of(lower)}"
         return f"{changes[0].title}: {unclear}{difference}."
     kinds = [kind_of(row.values["lower"]) for row in changes]
     each = {"better": "lower the loss", "worse": "raise it", "none": "show no clear change"}
