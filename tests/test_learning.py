@@ -15,7 +15,7 @@ from measure.report.estimate import Estimate
 from measure.report.report import Row
 from run.log import read_rows
 from tests.conftest import TINY, TINY_RUN, refused
-from tests.test_ladder import climb, fake_run, plan, table
+from tests.test_ladder import climb, fake_comparison, fake_run, plan, table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -72,13 +72,15 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
         fake_losses(record, adamw, 6.0, 5.0, 4.0 + noise)
         fake_losses(record, aa, 6.0, 5.0, 4.02 - noise)
         fake_losses(record, muon, 6.0, 4.0 + noise, 3.0 + noise)
+        fake_comparison(record, muon, 2.0)
     adamw, aa, muon = (row.values for row in rows_of(record, results_of(record, seeds)))
     assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0141", None)
     # its seeds are not paired with the base's: a variance of its own, not the pool's
     assert f"{aa['lower']:.4f}".endswith("0.0000 +- 0.0497 (within noise)")
     assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")
     assert str(muon["tokens_share"]) == "0.500 (0.500 to 0.500)"
-    assert muon["time_share"].value == pytest.approx(0.5)  # both have the same speed
+    assert (adamw["speed"].value, aa["speed"], muon["speed"].value) == (1.0, None, 2.0)
+    assert muon["time_share"].value == pytest.approx(0.5 / 2.0)
     del record.runs["muon_seed_3"]
     assert [row.name for row in rows_of(record, results_of(record, seeds))] == ["adamw", "aa"]
 
@@ -108,8 +110,7 @@ def test_every_stage_is_trained_once_with_every_seed_side_by_side_and_reported(t
     assert climb("adamw.yaml", "--report_only") == 0
     again = table(folder / "results.csv")
     assert [row["lower"] for row in again.values()] == [row["lower"] for row in rows.values()]
-    assert rows["muon"]["speed"]
-    assert not again["muon"]["speed"], "speeds of two machines have no ratio"
+    assert not rows["muon"]["speed"], "side by side, not interleaved"
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,14 @@ def test_the_summary_of_two_stages_says_the_direction_of_their_difference(lower,
         Row("lion", {"loss": loss, "lower": lower, "tokens_share": None}),
     ]
     assert f"lion: {text}" in str(summarize(rows, 1, ""))
+
+
+def test_of_one_seed_the_summary_counts_no_stage_as_unclear():
+    rows = [Row("adamw", {"loss": Estimate(4.0), "lower": None})]
+    for name, lower in (("lion", 0.2), ("muon", -0.1)):
+        values = {"loss": Estimate(4.0 - lower), "lower": Estimate(lower), "tokens_share": None}
+        rows.append(Row(name, values))
+    assert "2 stages with one seed each: no intervals." in str(summarize(rows, 1, ""))
 
 
 @pytest.mark.usefixtures("configs")

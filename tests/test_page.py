@@ -135,7 +135,7 @@ def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
     rows = table(tmp_path / "modern/results.csv")
     last, options = rows["softcap"], table(RESULTS / "h200/ablate_softcap/results.csv")
     share = float(last["tokens_share"])
-    assert f"<h1>Tuned AdamW&#39;s loss with {share:.2f} of the tokens</h1>" in page
+    assert f"<h1>The loss of tuned AdamW after {share:.2f} of the tokens</h1>" in page
     assert f"step {400 * share:.0f} instead of 400<" in page
     assert rows["muon"]["among_others"] == options["optimizer"]["lower"]
     for name, row in rows.items():

@@ -46,7 +46,7 @@ def figures_of_shares(to: str, reached: str, than: str) -> list[Figure]:
             meaning=f"the share of all tokens after which {reached}, on straight lines between "
             "evaluations; geometric mean over the seeds; empty if a seed never does",
         ),
-        Figure("speed", "speed", meaning=f"tokens/s over {than}"),
+        Figure("speed", "speed", meaning=f"tokens/s over {than}, interleaved"),
         Figure(
             "time_share",
             f"time to {to}",
@@ -207,7 +207,7 @@ def rows_of(record: Record, results: Results) -> list[Row]:
     first = next(iter(results))
     if first not in losses:
         return []
-    speeds = speeds_of([each[0] for each in results.values()])
+    speeds = interleaved_speeds(results)
     means = means_over_seeds({stage.name: last(found) for stage, found in losses.items()})
     bits = means_over_seeds(
         {
@@ -225,7 +225,7 @@ def rows_of(record: Record, results: Results) -> list[Row]:
                 losses.get(stage.base, []) if stage.base else [],
                 [] if stage is first else losses[first],
                 stage.base is None or stage.config.seed == stage.base.config.seed,
-                speeds[results[stage][0].stage.name].over_first,
+                speeds.get(stage),
             )
             for stage, found in losses.items()
         ]
@@ -237,6 +237,19 @@ def rows_of(record: Record, results: Results) -> list[Row]:
         values |= {"bits_per_byte": bits.get(stage.name), "among_others": among.get(stage.name)}
         rows.append(Row(stage.name, values, card_of_stage(stage)))
     return rows
+
+
+def interleaved_speeds(results: Results) -> dict[Stage, Estimate]:
+    """Return the speeds of stages over the first one, where they are interleaved: runs train side
+    by side, so their own speeds tell nothing.
+    """
+    speeds = speeds_of([each[0] for each in results.values()])
+    found = {
+        stage: speed.over_first
+        for stage, (own, *_) in results.items()
+        if (speed := speeds.get(own.stage.name)) and speed.over_first and speed.over_first.low
+    }
+    return {next(iter(results)): Estimate(1.0)} | found if found else {}
 
 
 def ablated_rows(record: Record, results: Results, pairs: Mapping[str, Stage]) -> list[Row]:

@@ -142,7 +142,7 @@ def summarize(rows: Sequence[Row], seeds: int, again: str) -> Summary:
     changes = [row for row in changes if row.name != again]
     headline = f"Validation loss {first.values['loss'].value:.3f}"
     if share and share.ends[1] < 1:
-        headline = f"{first.title}'s loss with {share.value:.2f} of the tokens"
+        headline = f"The loss of {lowered(first.title)} after {share.value:.2f} of the tokens"
     elif last is not first:
         headline += f" with {lowered(first.title)}, {last.values['loss'].value:.3f} with "
         headline += lowered(last.title)
@@ -162,6 +162,8 @@ def counted(changes: Sequence[Row]) -> str:
         unclear = "no clear change, " if is_unclear(lower) else ""
         difference = f"{abs(lower.value):.4f} nats per token {way_of(lower)}, {interval_of(lower)}"
         return f"{changes[0].title}: {unclear}{difference}."
+    if any(row.values["lower"].low is None for row in changes):
+        return f"{len(changes)} stages with one seed each: no intervals."
     kinds = [kind_of(row.values["lower"]) for row in changes]
     each = {"better": "lower the loss", "worse": "raise it", "none": "show no clear change"}
     texts = [f"{kinds.count(kind)} {words}" for kind, words in each.items() if kind in kinds]
