@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
 # Write full_text.tar.xz: English documentation from Debian 12, one document per file. Needs Debian
-# 12 with w3m and man-db. On 2026-11-28 it had 45,228,656 bytes and the SHA-256
-# bfdc0eace7d3d8b1ca7c3c2d253f3d60eb3b5acb93b5355edb30eda122ebf4d1, written twice; a security update
+# 12 with w3m and man-db. On 2026-11-28 the archive had 45,228,656 bytes and the SHA-256
+# bfdc0eace7d3d8b1ca7c3c2d253f3d60eb3b5acb93b5355edb30eda122ebf4d1, written twice. A security update
 # of a package may change its text, and with it the hash.
 # The name of a file begins with the hash of its text, so that the order is random, but the same
 # everywhere, and no text occurs twice. Then, on any machine:
 #     tar xJf full_text.tar.xz && python data/text.py full_text --val_every 50
-# which is 95,037,823 tokens of 27,270 documents, 1,675,305 of them for validation.
-# And on a GPU of 80 GB, the old recipe and the modern one for about eight minutes (2.5 epochs) each,
-# first the old one alone with --stages gpt2_124m before the --; the report has loss, tokens and
-# time to the old one's final loss, and each run prints its memory and any update skipped as not
-# finite:
+# It has 95,037,823 tokens of 27,270 documents, 1,675,305 of them for validation. Then, on a GPU of
+# 80 GB, train with the old recipe and the modern one for about eight minutes (2.5 epochs) each:
+# the old one alone with --stages gpt2_124m before the --, then both. The report has the loss and
+# the tokens to the old one's final loss; the same command with --rounds 8 interleaves their speeds
+# and adds the time. Each run prints its memory and any update skipped as not finite.
 #     python ladder.py gpt2_124m.yaml gpt2_124m_fast.yaml --seeds 1 --rounds 0 -- \
 #         --dataset full_text --max_steps 900 --warmup_steps 50 --batch_size 64 \
 #         --total_batch_tokens 262144 --compile_mode default --eval_every 100 \
 #         --eval_tokens 1048576 --hellaswag_every 0 --sample_every 0 --reference null
 # 50 steps of warm-up for both: gpt2_124m.yaml's own 715 would be most of so short a run, and
-# gpt2_124m_fast.yaml has none. And their speed and memory, interleaved:
+# gpt2_124m_fast.yaml has none. Their speed and memory beside residual_bf16's, interleaved:
 #     python -m measure.interleaved gpt2_124m.yaml gpt2_124m_fast.yaml \
 #         "gpt2_124m_fast.yaml --residual_bf16" --rounds 8 -- --dataset full_text --batch_size 64 \
 #         --total_batch_tokens 262144 --compile_mode default
-# Both commands ran on a CPU with one layer of 32, not on a GPU yet.
+# All ran on a CPU with one layer of 32, not on a GPU yet.
 set -euo pipefail
 export LC_ALL=C.UTF-8 MANWIDTH=80 package
 to_text() {
@@ -37,7 +37,7 @@ to_text() {
 }
 export -f to_text
 archive=$PWD/full_text.tar.xz
-mkdir -p "${1:-packages}/full_text" # a folder for the packages
+mkdir -p "${1:-packages}/full_text" # a new folder for the packages
 cd "${1:-packages}"
 while read -r package pattern; do
     apt-get download --quiet "$package"

@@ -204,7 +204,7 @@ def run_stages(
     """Run stages, and keep the finished runs, and the failures, in the record.
 
     `execute` runs commands at once. All runs have equal shares of the machine, also one that is
-    left alone, as their speeds are compared.
+    left alone, so that the times in their logs are of the same share.
     """
     at_once = runs_at_once(record.seeds, stages, device)
     shares = shares_of_machine(at_once)

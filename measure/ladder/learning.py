@@ -240,8 +240,8 @@ def rows_of(record: Record, results: Results) -> list[Row]:
 
 
 def interleaved_speeds(results: Results) -> dict[Stage, Estimate]:
-    """Return the speeds of stages over the first one, where they are interleaved: runs train side
-    by side, so their own speeds tell nothing.
+    """Return the speeds of interleaved stages over the first one. Runs of several seeds train side
+    by side, which changes their own speeds.
     """
     speeds = speeds_of([each[0] for each in results.values()])
     found = {
