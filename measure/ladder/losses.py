@@ -32,7 +32,7 @@ class Chart(NamedTuple):
     across: Scale
     up: Scale
     goal: float  # the first stage's last loss
-    step: float | None  # at which the last stage has that loss, if it is lower at the end
+    step: float | None  # the last stage reaches that loss here, if it is lower at the end
 
 
 def page_of(rows: Sequence[Row], means: Mapping[str, Curve], again: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Stage:
 
     @property
     def instead_of_added_bf16(self) -> str:
-        """As `instead_of_bf16`, but only if the stage adds bf16; empty if its base has it."""
+        """Return `instead_of_bf16` if the stage adds bf16; empty if its base has it."""
         return "" if self.base and self.base.wants_bf16 else self.instead_of_bf16
 
     def command(self, folder: Path) -> list[str]:
