@@ -75,6 +75,7 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
         fake_comparison(record, muon, 2.0)
     adamw, aa, muon = (row.values for row in rows_of(record, results_of(record, seeds)))
     assert (f"{adamw['loss']:.4f}", adamw["lower"]) == ("4.0100 +- 0.0141", None)
+    assert [values["sd"] for values in (adamw, muon)] == 2 * [pytest.approx(0.01)]
     # its seeds are not paired with the base's: a variance of its own, not the pool's
     assert f"{aa['lower']:.4f}".endswith("0.0000 +- 0.0497 (within noise)")
     assert (muon["base"], f"{muon['lower']:.4f}") == ("adamw", "1.0000 +- 0.0000")

@@ -48,9 +48,9 @@ def product(factors: Sequence[Estimate]) -> Estimate:
 def means_over_seeds(groups: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
     """Return the mean of each group, a figure of one stage with several seeds, with its interval.
 
-    The interval is Student's with the variance pooled over the groups: three seeds are too few to
-    estimate a variance, and the stages of a ladder have about the same. No interval if every group
-    has one value.
+    The interval is Student's with the variance pooled over the groups, as three seeds are too few
+    to estimate one. Where the groups' variances differ, it is too wide for some and too narrow for
+    others. No interval if every group has one value.
     """
     means = {name: statistics.fmean(values) for name, values in groups.items()}
     squares = [(value - means[name]) ** 2 for name, values in groups.items() for value in values]

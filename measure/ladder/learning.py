@@ -70,6 +70,13 @@ FIGURES = [
         ".4f",
         f"the mean difference from the stage that it changes, seed by seed; {NOISE}",
     ),
+    Figure(
+        "sd",
+        "sd of the loss",
+        ".4f",
+        "the standard deviation of the loss over the stage's own seeds; where stages differ in it, "
+        "the pooled intervals are too wide for some and too narrow for others",
+    ),
     Figure("base", "base"),
     Figure(
         "among_others",
@@ -208,7 +215,8 @@ def rows_of(record: Record, results: Results) -> list[Row]:
     if first not in losses:
         return []
     speeds = interleaved_speeds(results)
-    means = means_over_seeds({stage.name: last(found) for stage, found in losses.items()})
+    final = {stage.name: last(found) for stage, found in losses.items()}
+    means = means_over_seeds(final)
     bits = means_over_seeds(
         {
             stage.name: last(found)
@@ -235,6 +243,7 @@ def rows_of(record: Record, results: Results) -> list[Row]:
         base = (stage.base or stage).name
         values = {"base": base, "loss": means[stage.name], **compared[stage.name]}
         values |= {"bits_per_byte": bits.get(stage.name), "among_others": among.get(stage.name)}
+        values["sd"] = statistics.stdev(final[stage.name]) if len(final[stage.name]) > 1 else None
         rows.append(Row(stage.name, values, card_of_stage(stage)))
     return rows
 
@@ -322,7 +331,7 @@ def report_sweep(ladder: str, record: Record, seeds: Seeds) -> None:
     rows = rows_of(record, finished) if finished else []
     rows = [row._replace(card=Card("")) for row in rows]
     title, best = f"The losses of {ladder}", best_of(rows, [*results]) if rows else None
-    write_losses(record, results, Report(record.folder, title, FIGURES[:5], rows, summary=best))
+    write_losses(record, results, Report(record.folder, title, FIGURES[:6], rows, summary=best))
 
 
 def best_of(rows: Sequence[Row], stages: Sequence[Stage]) -> Summary:
