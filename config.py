@@ -121,14 +121,8 @@ class OptimizationConfig(Options):
     """Muon's decoupled weight decay"""
     normuon: Annotated[Switch, OF_MUON] = False
     """NorMuon: divide the rows of Muon's updates by their root mean square of the last steps"""
-    polar_express: Annotated[Switch, OF_MUON] = False
-    """other coefficients in Muon: singular values end closer to 1, at the same cost"""
-    cautious_decay: Switch = False
-    """decay only weights that the update moves towards 0; the decay falls with the learning rate"""
     decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""
-    average_steps: Annotated[ZeroIsOff, OPTIMIZATION, FIXED] = 0
-    """evaluate and save an average of the weights, over about this many last steps; 0 is off"""
     grad_clip: Annotated[NotNegative, LISTED] = 0.0
     """clip the global gradient norm to this; 0 is off; the norm is logged either way"""
     max_steps: Annotated[Count, Needs("max_minutes", (None,))] = 50
@@ -338,8 +332,6 @@ class Config(RunConfig, SpeedConfig, OptimizationConfig, DataConfig, ModelConfig
             )
         if self.tf32 and self.matmul_precision != "highest":
             yield "tf32", "tf32 is short for matmul_precision high; leave one of the two out"
-        if self.average_steps and self.fsdp:
-            yield "average_steps", "average_steps excludes fsdp, which shards the weights; use DDP"
         if self.bf16 and self.fp16:
             yield "fp16", "bf16 and fp16 exclude each other; choose one"
         if self.final_lr() > self.lr:

@@ -74,14 +74,7 @@ def parameter_groups(
 
 def adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
     """Build AdamW for groups of parameters."""
-    if config.cautious_decay:
-        for group in groups:
-            group |= {
-                "peak_lr": group["lr"],
-                "cautious": group["weight_decay"],
-                "weight_decay": 0.0,
-            }
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         groups,
         lr=config.lr,
         betas=config.betas,
@@ -90,25 +83,6 @@ def adamw(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer
         # PyTorch's own choice.
         fused=config.fused_adamw or None,
     )
-    if config.cautious_decay:
-        optimizer.register_step_pre_hook(decay_cautiously)
-    return optimizer
-
-
-@torch.no_grad()
-def decay_cautiously(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Decay the weights that AdamW's next update moves towards 0, before it does.
-
-    Chen et al. 2025, "Cautious Weight Decay", algorithm 1; the update has the first moment's sign.
-    The decay itself falls with the learning rate, as in modded-nanogpt (record of 2025-11-10).
-    """
-    applies = 1 - getattr(optimizer, "found_inf", 0.0)  # 0 if the fused kernel skips the update
-    for group in optimizer.param_groups:
-        decay = applies * group["lr"] * group["cautious"] * group["lr"] / group["peak_lr"]
-        for p in group["params"] if group["cautious"] else ():
-            before = optimizer.state[p].get("exp_avg", torch.zeros_like(p))
-            momentum = torch.lerp(before, p.grad, 1 - group["betas"][0])
-            p.mul_(1 - decay * (momentum * p >= 0))
 
 
 def make_adamw(
@@ -136,23 +110,8 @@ def make_muon(
         rank,
         world_size,
         normalized=config.normuon,
-        cautious=config.cautious_decay,
-        polynomials=POLAR_EXPRESS if config.polar_express else NEWTON_SCHULZ,
     )
     return [adamw(parameter_groups(model, config, without=matrices.values()), config), muon]
-
-
-# Coefficients of x, x^3 and x^5 in the steps that make singular values 1. Muon's are of the post
-# below. Polar Express (Amsel et al. 2025, "The Polar Express", algorithm 1): the best polynomial
-# for each step, as in modded-nanogpt and nanochat.
-NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
-POLAR_EXPRESS = [
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-]
 
 
 class Update(NamedTuple):
@@ -161,20 +120,17 @@ class Update(NamedTuple):
     weights: Tensor  # (rows, columns), a view of the parameter
     momentum: Tensor  # (rows, columns)
     size: float  # the step along the direction
-    decay: float  # the share of the weights to subtract, where the direction has their sign
     squares: Tensor | None  # normuon: (rows, 1) or, of a transposed matrix, (1, columns)
 
 
-def update_of(
-    weights: Tensor, momentum: Tensor, lr: float, decay: float, squares: Tensor | None
-) -> Update:
+def update_of(weights: Tensor, momentum: Tensor, lr: float, squares: Tensor | None) -> Update:
     """Return a matrix's update; with more rows than columns, the transposed one."""
     rows, columns = weights.shape
     size = lr * max(1.0, rows / columns) ** 0.5
     if rows > columns:  # the matmuls are smaller with fewer rows
         weights, momentum = weights.T, momentum.T
         squares = None if squares is None else squares.T
-    return Update(weights, momentum, size, decay, squares)
+    return Update(weights, momentum, size, squares)
 
 
 def normalize_rows(direction: Tensor, squares: Tensor) -> Tensor:
@@ -209,11 +165,8 @@ class Muon(torch.optim.Optimizer):
         rank: int = 0,
         world_size: int = 1,
         normalized: bool = False,
-        cautious: bool = False,
-        polynomials: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ,
     ):
-        super().__init__(groups, {"lr": lr, "peak_lr": lr, "weight_decay": weight_decay})
-        self.cautious, self.polynomials = cautious, polynomials
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self.rank, self.world_size, self.normalized = rank, world_size, normalized
         self.orthogonalize = (
             torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
@@ -226,18 +179,14 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params, parts = group["params"], group["parts"]
             momenta = [part for whole in self._momentum(params) for part in whole.chunk(parts)]
-            decay = group["lr"] * group["weight_decay"]
-            if self.cautious:
-                decay *= group["lr"] / group["peak_lr"]  # see decay_cautiously
-            else:
-                torch._foreach_mul_(params, 1 - decay)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             matrices = [part for p in params for part in p.chunk(parts)]
             squares = [None] * len(matrices)
             if self.normalized:
                 whole = [self.state[p]["row_squares"] for p in params]
                 squares = [part for rows in whole for part in rows.chunk(parts)]
             for weights, momentum, of_rows in zip(matrices, momenta, squares, strict=True):
-                update = update_of(weights, momentum, group["lr"], decay, of_rows)
+                update = update_of(weights, momentum, group["lr"], of_rows)
                 by_shape[update.weights.shape].append(update)
         gathered = [
             self._directions([update.momentum for update in updates])
@@ -250,9 +199,6 @@ class Muon(torch.optim.Optimizer):
             for update, direction in zip(updates, directions[: len(updates)], strict=True):
                 if update.squares is not None:
                     direction = normalize_rows(direction, update.squares)
-                if self.cautious:
-                    shrinks = direction * update.weights >= 0
-                    update.weights.mul_(1 - update.decay * shrinks)
                 update.weights.sub_(direction, alpha=update.size)
 
     def _directions(self, parts: list[Tensor]) -> tuple[Tensor, dist.Work | None]:
@@ -265,7 +211,7 @@ class Muon(torch.optim.Optimizer):
         first = self.rank * share
         own = [parts[min(i, len(parts) - 1)] for i in range(first, first + share)]
         dtype = torch.bfloat16 if has_fast_bf16(parts[0].device) else torch.float32
-        directions = self.orthogonalize(torch.stack(own).to(dtype), self.polynomials)
+        directions = self.orthogonalize(torch.stack(own).to(dtype))
         if self.world_size == 1:
             return directions, None
         everyones = directions.new_empty(self.world_size * share, *directions.shape[1:])
@@ -301,20 +247,17 @@ class Muon(torch.optim.Optimizer):
 OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}
 
 
-def orthogonalize(
-    x: Tensor, polynomials: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ
-) -> Tensor:
+def orthogonalize(x: Tensor) -> Tensor:
     """Move the singular values of matrices (n, rows, columns), rows <= columns, close to 1.
 
     They end between about 0.7 and 1.2, except values below 0.0015 of the matrix's norm. Five
     steps of a Newton-Schulz iteration, with the coefficients of the post above: they raise small
-    values quickly instead of converging, and tolerate the rounding of bfloat16. With Polar Express
-    they end between 0.85 and 1.15, except values below 0.001 of the norm.
+    values quickly instead of converging, and tolerate the rounding of bfloat16.
     """
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # singular values are at most 1
-    for a, b, c in polynomials:
+    for _ in range(5):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return x
 
 

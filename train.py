@@ -135,7 +135,7 @@ def setup(
     # 93 -> 90 ms. Flash attention (130 -> 97 ms) and the padded vocabulary (97 -> 93 ms) are in
     # model.py.
     optimizers = make_optimizers(model, config, world.rank, world.world_size)
-    state = State(model, optimizers, scaler, memory_before, config.average_steps)
+    state = State(model, optimizers, scaler, memory_before)
 
     # Batches: threads read ahead while the device computes. The sequences of a batch are a pure
     # function of the step, so a resumed run only needs its step.
@@ -207,7 +207,6 @@ def train_step(run: Run, step: int) -> Figures:
             state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    state.update_average()
     # A further figure is one more entry: it is logged, and sent to the trackers.
     return {"loss": loss, "norm": norm, "lr": lr}
 

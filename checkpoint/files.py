@@ -17,7 +17,6 @@ from runtime.errors import UserError, in_a_line
 from runtime.files import flush_to_disk, sha256
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-TRAINED = "trained.safetensors"  # the last step's weights, if MODEL has their average
 STATE, SUMS = "checkpoint.json", "SHA256SUMS"
 Tensors = dict[str, Tensor]  # the key is the name
 

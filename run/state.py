@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint.files import MODEL, OPTIMIZER, TRAINED, Tensors, copy_tensors
+from checkpoint.files import MODEL, OPTIMIZER, Tensors, copy_tensors
 from checkpoint.saved import SavedState
 from config import Config
 from data.vocabulary import GPT2, Vocabulary
@@ -46,7 +45,6 @@ class State:
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # scales the loss in fp16, else does nothing
     memory_before: float = 0.0  # MiB that the process used before all this was built
-    average_steps: int = 0  # the option; if it is set, `average` has the mean weights
     corpus: str = ""  # fingerprint of the training tokens
     step: int = 0  # steps taken
     skipped_steps: int = 0  # updates skipped because loss or norm was not finite
@@ -61,25 +59,10 @@ class State:
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
 
-    def __post_init__(self) -> None:
-        self.average = copy.deepcopy(self.model) if self.average_steps else None
-
     @property
     def evaluated(self) -> GPT:
         """The model that is evaluated, sampled, and saved as the run's model."""
-        return self.average or self.model
-
-    def update_average(self) -> None:
-        """Take a step's weights into the average: of all steps at first, then exponential.
-
-        Late weights oscillate around a better point (Izmailov et al. 2018, "Averaging Weights").
-        """
-        if self.average:
-            share = 1 / min(self.step + 1, self.average_steps)
-            averages, weights = (
-                [p.detach() for p in model.parameters()] for model in (self.average, self.model)
-            )
-            torch._foreach_lerp_(averages, weights, share)
+        return self.model
 
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
@@ -110,10 +93,8 @@ class State:
         more entry, whose tensors exist from the first step on. All ranks have to call it.
         """
         # After an evaluation this makes FSDP shard the weights again.
-        files = {MODEL: self.evaluated.state_dict()}
-        if self.average:
-            files[TRAINED] = self.model.state_dict()
-        for weights in files.values() if self.model.config.tie_weights else ():
+        weights = self.evaluated.state_dict()
+        if self.model.config.tie_weights:
             del weights["lm_head.weight"]
         moments = {
             f"{name}/{key}": value
@@ -121,7 +102,7 @@ class State:
             for name, p in self.model.named_parameters()
             for key, value in optimizer.state.get(p, {}).items()
         }
-        return {OPTIMIZER: moments} | files
+        return {MODEL: weights, OPTIMIZER: moments}
 
     def load(self, file: Path, tensors: Tensors) -> None:
         """Restore the tensors of a file. Raises CheckpointError if they do not fit.

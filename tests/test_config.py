@@ -165,7 +165,6 @@ config/train_gpt2.py => config/train_gpt2.py: not understood .. YAML file of opt
 --bf16 --fp16 => --fp16: .. bf16 and fp16 .. choose one
 --optimizer muon --fp16 => --optimizer: muon excludes fp16 .. use bf16
 --optimizer=muon --fsdp => --optimizer: muon excludes fsdp .. DDP, or adamw
---average_steps 9 --fsdp => --average_steps: .. excludes fsdp .. use DDP
 --min_lr 1e-3 => --min_lr: .. 0.001 .. lr 0.0003
 --real_vocab_size 60000 => --real_vocab_size: .. 60000 .. vocab_size 50257
 --total_batch_tokens 10000 => --total_batch_tokens: .. 8,192 or 12,288

@@ -199,7 +199,7 @@ def test_two_ranks_exchange_the_same_tensors_in_the_same_order_in_every_kind_of_
     write_tiny_corpus(tmp_path)
     common = {"max_steps": 5, "batch_size": 2, "eval_every": 2, "val_fraction": 0.1}
     muon = {"optimizer": "muon", "normuon": True}
-    modern = MODERN | {"fsdp": True, "cautious_decay": True}
+    modern = MODERN | {"fsdp": True}
     kinds = {"muon": muon, "clock": {"max_minutes": 0.1}, "steps": {}}
     kinds |= {"fsdp": {"fsdp": True}, "fsdp modern": modern}
     runs = [common | options | {"run_name": name} for name, options in kinds.items()]

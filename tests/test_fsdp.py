@@ -47,7 +47,6 @@ FEW = {"max_steps": 4, "batch_size": 2, "total_batch_tokens": 256, "dropout": 0.
 FSDP = FEW | {"fsdp": True}
 BF16 = FEW | {"bf16": True, "dropout": 0.0, "tie_weights": True}
 NEWER = MODERN | {"n_embd": 8, "embed_lr": 0.01, "scalar_lr": 0.02}
-NEWER |= {"cautious_decay": True, "weight_decay": 2.0}
 
 
 def do(ranks, place, actions):

@@ -41,7 +41,7 @@ def test_a_steps_arithmetic_is_that_of_the_model(flash):
 
 
 def test_the_newer_recipes_are_counted():
-    options = MODERN | {"optimizer": "muon", "average_steps": 2}
+    options = MODERN | {"optimizer": "muon"}
     more = sum(op.flops for op in count(config_of(**options), CPU))
     assert more > sum(op.flops for op in count(config_of(), CPU)), "Muon's matmuls"
 

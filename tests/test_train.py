@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import checkpoint.files
 import runtime.device
-from checkpoint.files import MODEL, TRAINED, CheckpointError, read_json, read_tensors
-from checkpoint.weights import build_model, load_model
+from checkpoint.files import CheckpointError, read_json
+from checkpoint.weights import build_model
 from config import WITHOUT_GRAPHS, Config, load_config
 from data.token_file import TokenFileError
 from dataloader import open_corpus
@@ -528,29 +528,6 @@ def test_validation_is_the_mean_over_a_fixed_set_each_sequence_once_and_repeatab
     mean = statistics.mean(one_by_one)
     assert losses == pytest.approx([mean, mean, mean, sum(one_by_one[:2]) / 2], rel=1e-5)
     assert losses[0] == losses[1]
-
-
-def test_an_average_of_the_weights_is_evaluated_and_saved_while_training_goes_on_as_without(
-    tiny_config, go, here, corpus
-):
-    """It is the mean of all steps until there are three, and then moves a third of the way."""
-    options = {"max_steps": 5, "lr": 0.05, "tie_weights": True, "val_fraction": 0.3}
-    plain = tiny_config(**options, run_name="plain")
-    go(plain)
-    go(**options, average_steps=3, checkpoint_every=1, keep_last=9, eval_every=1)
-    average: dict[str, torch.Tensor] = {}
-    for step in range(1, 6):
-        folder = here / f"checkpoints/step_{step:06d}"
-        trained, saved = (read_tensors(folder / name) for name in (TRAINED, MODEL))
-        for name, p in trained.items():
-            average[name] = torch.lerp(average.get(name, p), p, 1 / min(step, 3))
-        torch.testing.assert_close(saved, average, rtol=1e-5, atol=1e-6)
-    unaveraged = read_tensors(folder_of(plain) / "checkpoints/step_000005" / MODEL)
-    assert unaveraged.keys() == trained.keys()
-    assert all(torch.equal(unaveraged[name], trained[name]) for name in trained)
-    _, val = open_corpus(corpus / "tiny", 32, 128, 0.3)
-    loss = validation_loss(load_model(str(here)), val, 4, None, ALONE)
-    assert column(tiny_config(), "val_loss", "eval.csv")[-1] == pytest.approx(loss, abs=1e-5)
 
 
 # ---- folders, checkpoints, weights from elsewhere

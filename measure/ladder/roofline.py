@@ -119,8 +119,7 @@ class Numberless(TorchDispatchMode):
 def count(config: Config, device: torch.device) -> list[Operation]:
     """Return the operations of a training step on one rank, without torch.compile."""
     # Fresh weights of the same architecture take as much arithmetic and memory traffic.
-    # The average of weights is not counted: copies of fake tensors do not mix with them.
-    config = config.with_options(compile=False, init_from="scratch", average_steps=0)
+    config = config.with_options(compile=False, init_from="scratch")
     mode = FakeTensorMode()
     # nn.Module.to refuses tensors that something else refers to, such as this memo.
     mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]

@@ -82,8 +82,7 @@ def without_data(config: Config) -> State:
     """Return the state of a run before its first step, of tensors that have shapes but no data."""
     with torch.device("meta"):
         model = GPT(GPTConfig.of(config))
-    optimizers, scaler = make_optimizers(model, config), torch.amp.GradScaler(enabled=False)
-    return State(model, optimizers, scaler, average_steps=config.average_steps)
+    return State(model, make_optimizers(model, config), torch.amp.GradScaler(enabled=False))
 
 
 def describe_hours(config: Config, rate: float | None, step_seconds: float, tokens: int) -> str:
