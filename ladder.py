@@ -2,7 +2,7 @@
 
 python ladder.py speedup --quick       with a small model, in 15 minutes
 python ladder.py speedup               a series: speedup, or a folder of configs/ such as a100
-python ladder.py modern                the losses of newer recipes, over 3 seeds
+python ladder.py recipes               the losses of newer recipes, over 3 seeds
 python ladder.py baseline.yaml my.yaml                any configs
 python ladder.py a.yaml b.yaml --seeds 3              their losses and their speeds
 python ladder.py mine.yaml --sweep lr=1e-4,3e-4,1e-3  the value of an option with the lowest loss
@@ -76,7 +76,7 @@ class LadderOptions(Options):
     """folder for the ladder's folder"""
     seeds: Positive | None = None
     """seeds to train each config with, to compare losses (default: 3 if the configs evaluate, as in
-    modern, or with --sweep; else only speeds are compared)
+    recipes, or with --sweep; else only speeds are compared)
     """
     sweep: Name | None = None
     """train one config with each value of an option, such as lr=1e-4,3e-4,1e-3, and report the

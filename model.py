@@ -183,7 +183,7 @@ class SquaredReLU(nn.Module):
 
 
 # GPT-2 was trained with the tanh approximation of GELU; the exact GELU differs by up to 5e-4. For
-# the squared ReLU, see configs/modern/relu2.yaml.
+# the squared ReLU, see configs/recipes/relu2.yaml.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": lambda: nn.GELU("tanh"),
     "gelu": nn.GELU,

@@ -13,7 +13,8 @@ import pytest
 from config import load_config
 from measure.ladder.explain import card_of, code_at, explained
 from measure.ladder.losses import apart
-from measure.ladder.record import LIMITS
+from measure.ladder.record import LIMITS, Record
+from measure.ladder.stages import ablated_losses, with_seeds
 from measure.report.estimate import Estimate
 from measure.report.pictures import pair_of
 from measure.report.report import Figure, Report, Row, write_report
@@ -21,7 +22,7 @@ from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import project_files
 from tests.conftest import ROOT
-from tests.test_ladder import EPYC, RESULTS, climb, table
+from tests.test_ladder import EPYC, RESULTS, climb, fake_run, plan, table
 
 VISIBLE = "parts => parts.filter(part => part.checkVisibility({visibilityProperty: true})).length"
 CHROMIUM = next(
@@ -127,16 +128,32 @@ def test_the_summary_is_that_of_the_results_and_is_everywhere_the_same(ladder, c
 
 
 def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
-    for name in ("modern", "ablate_softcap"):
-        (tmp_path / name).mkdir()
-        shutil.copy(RESULTS / "h200" / name / "ladder.json", tmp_path / name)
-    climb("modern", "--report_only", "--log_dir", str(tmp_path))
-    page = (tmp_path / "modern/report.html").read_text()
-    rows = table(tmp_path / "modern/results.csv")
-    last, options = rows["softcap"], table(RESULTS / "h200/ablate_softcap/results.csv")
+    """Of a ladder and of its last stage's ablation, with made-up losses of three seeds."""
+    stages, (whole,) = plan("recipes"), plan("recipes/normuon")
+    whole.name = "all"
+    trained = {"recipes": stages, "ablate_normuon": [whole, *ablated_losses(whole).values()]}
+    for name, each in trained.items():
+        record, loss = Record(folder=tmp_path / name), 4.5
+        for i, own in enumerate(with_seeds(each, 3).values()):
+            loss -= (0.2, -0.1, 0.001)[i % 3]
+            for j, stage in enumerate(own):
+                fake_run(record, stage)
+                losses = [8.0, loss + 0.5, loss + 0.01 * (i * j % 3)]
+                record.runs[stage.name].eval |= {"step": [0, 400, 800], "val_loss": losses}
+        listed = stages if name == "recipes" else [whole]
+        record.stages, record.seeds = {stage.name: stage.planned for stage in listed}, 3
+        record.save()
+    where = ("--report_only", "--log_dir", str(tmp_path))
+    climb("--ablate", "recipes/normuon", *where)
+    climb("recipes", *where)
+    page = (tmp_path / "recipes/report.html").read_text()
+    rows = table(tmp_path / "recipes/results.csv")
+    last, options = rows["normuon"], table(tmp_path / "ablate_normuon/results.csv")
     share = float(last["tokens_share"])
-    assert f"<h1>The loss of tuned AdamW after {share:.2f} of the tokens</h1>" in page
-    assert f"step {400 * share:.0f} instead of 400<" in page
+    assert (
+        f"<h1>The loss of AdamW with one learning rate after {share:.2f} of the tokens</h1>" in page
+    )
+    assert f"step {800 * share:.0f} instead of 800<" in page
     assert rows["muon"]["among_others"] == options["optimizer"]["lower"]
     for name, row in rows.items():
         assert f"<b>{float(row['loss']):.2f}</b> {name}</a>" in page
@@ -155,7 +172,7 @@ def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
         assert f"<strong>{abs(lower):.3f}</strong></div><div>nats per token {text}" in card
         assert f"{ends} with 95% confidence" in card
     kinds = [len(re.findall(f'"effect {kind}"', page)) for kind in ("better", "worse", "none")]
-    assert f"{kinds[0]} lower the loss, {kinds[1]} raise it, {kinds[2] - 1} show" in page
+    assert f"{kinds[0]} lower the loss, {kinds[1]} raise it, {kinds[2]} show" in page
 
 
 def test_labels_beside_a_chart_keep_apart_and_inside():
