@@ -173,6 +173,11 @@ def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
         assert f"{ends} with 95% confidence" in card
     kinds = [len(re.findall(f'"effect {kind}"', page)) for kind in ("better", "worse", "none")]
     assert f"{kinds[0]} lower the loss, {kinds[1]} raise it, {kinds[2]} show" in page
+    climb("recipes", *where, "--seeds", "1")
+    of_one = (tmp_path / "recipes/report.html").read_text()
+    assert ": means over the seeds, with 95% intervals." in page
+    assert ", in one run each." in of_one
+    assert ("one seed: no interval" in page, "one seed: no interval" in of_one) == (False, True)
 
 
 def test_labels_beside_a_chart_keep_apart_and_inside():
