@@ -22,7 +22,8 @@ from runtime.cli import find_config
 from runtime.errors import UserError
 from runtime.report import project_files
 from tests.conftest import ROOT
-from tests.test_ladder import EPYC, RESULTS, climb, fake_run, plan, table
+from tests.test_ladder import EPYC, RESULTS, climb, plan, table
+from tests.test_learning import fake_losses
 
 VISIBLE = "parts => parts.filter(part => part.checkVisibility({visibilityProperty: true})).length"
 CHROMIUM = next(
@@ -137,9 +138,8 @@ def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
         for i, own in enumerate(with_seeds(each, 3).values()):
             loss -= (0.2, -0.1, 0.001)[i % 3]
             for j, stage in enumerate(own):
-                fake_run(record, stage)
-                losses = [8.0, loss + 0.5, loss + 0.01 * (i * j % 3)]
-                record.runs[stage.name].eval |= {"step": [0, 400, 800], "val_loss": losses}
+                final = loss + 0.01 * (i * j % 3)
+                fake_losses(record, stage, 8.0, loss + 0.5, final, every=400)
         listed = stages if name == "recipes" else [whole]
         record.stages, record.seeds = {stage.name: stage.planned for stage in listed}, 3
         record.save()
