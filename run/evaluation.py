@@ -70,7 +70,7 @@ class Evaluation:
         # no CUDA graph, and gives the same loss after a resume, because no autotuning picks other
         # kernels. FSDP gathers weights between blocks, so it evaluates uncompiled.
         is_compiled = config.compile and not config.fsdp
-        self.compiled = torch.compile(run.state.evaluated) if is_compiled else None
+        self.compiled = torch.compile(run.state.model) if is_compiled else None
         # step -> column of eval.csv -> value
         self.figures = defaultdict[int, dict[str, float]](dict)
         self.reference, self.questions = read_needed(config, run.world, run.val, run.vocabulary)
@@ -94,7 +94,7 @@ class Evaluation:
         if self._is_due("val_loss", config.eval_every, step, last):
             with run.autocast():
                 loss = validation_loss(
-                    run.state.evaluated,
+                    run.state.model,
                     run.val,
                     config.batch_size,
                     config.eval_tokens,
@@ -135,7 +135,7 @@ class Evaluation:
             with run.autocast():
                 # A training step of the same number of tokens takes more memory.
                 tokens = config.batch_size * config.seq_len
-                scores = score(run.state.evaluated, self.questions, tokens, run.world)
+                scores = score(run.state.model, self.questions, tokens, run.world)
             self._log(step, {"hellaswag_acc_norm": scores["acc_norm"]["score"]})
 
     def _is_due(self, figure: str, every: int, step: int, last: bool) -> bool:
@@ -148,7 +148,7 @@ class Evaluation:
 
     def sample(self, step: int, last: bool) -> None:
         """Log a text of the model, if it is due. It is drawn from a generator of its own."""
-        config, model = self.run.config, self.run.state.evaluated
+        config, model = self.run.config, self.run.state.model
         prompt = config.sample_prompt
         if step and is_due(config.sample_every, step, last):
             text = Text(prompt, self.run.vocabulary.encoding, seeded(config.seed))

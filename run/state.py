@@ -59,11 +59,6 @@ class State:
     step_seconds: list[float] = field(default_factory=list)
     last_loss: float = math.nan
 
-    @property
-    def evaluated(self) -> GPT:
-        """The model that is evaluated, sampled, and saved as the run's model."""
-        return self.model
-
     def begin_update(self, loss: Tensor, norm: Tensor, config: Config) -> bool:
         """Return whether to make a step's update; if so, weights change from here on.
 
@@ -93,7 +88,7 @@ class State:
         more entry, whose tensors exist from the first step on. All ranks have to call it.
         """
         # After an evaluation this makes FSDP shard the weights again.
-        weights = self.evaluated.state_dict()
+        weights = self.model.state_dict()
         if self.model.config.tie_weights:
             del weights["lm_head.weight"]
         moments = {
