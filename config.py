@@ -94,7 +94,9 @@ class OptimizationConfig(Options):
     lr: Rate = 3e-4
     """learning rate (its peak, with a schedule)"""
     embed_lr: RateOfKind = None
-    """learning rate of the embeddings, with lr's warm-up and schedule (default: lr)"""
+    """learning rate of the embeddings, with tie_weights of the output head too; lr's warm-up and
+    schedule (default: lr)
+    """
     head_lr: Annotated[RateOfKind, Needs("tie_weights", (False,))] = None
     """learning rate of the output head (default: lr)"""
     scalar_lr: RateOfKind = None
@@ -119,7 +121,7 @@ class OptimizationConfig(Options):
     """Muon's learning rate, with lr's warm-up and schedule"""
     muon_weight_decay: Annotated[NotNegative, OF_MUON] = 0.01
     """Muon's decoupled weight decay"""
-    normuon: Annotated[Switch, OF_MUON] = False
+    normuon: Annotated[Switch, OF_MUON, FIXED] = False
     """NorMuon: divide the rows of Muon's updates by their root mean square of the last steps"""
     decay_matrices_only: Annotated[ListedSwitch, Needs("weight_decay")] = False
     """decay matrices and embeddings only, not biases and norms"""

@@ -46,10 +46,10 @@ class BlockInputs(NamedTuple):
     A field is None if its option is off.
     """
 
+    idx: Tensor  # the tokens (B, T)
     rotation: Tensor | None = None  # rope: cosines and sines (2, ..., T, 1, hs / 2)
     x0: Tensor | None = None  # embed_shortcut: the embedded tokens (B, T, C)
     first_v: Tensor | None = None  # value_residual, after the first block: its values
-    idx: Tensor | None = None  # value_embeds: the tokens (B, T)
     pairs: Tensor | None = None  # bigram_embed: an embedding of each pair of tokens (B, T, C)
     attend: Attend | None = None  # in generation
 
@@ -147,9 +147,9 @@ class CausalSelfAttention(nn.Module):
             # Later layers mix in the first layer's values, which are closest to the tokens (Zhou et
             # al. 2024, section 3.2). Each learns its own share.
             v = torch.lerp(v, first_v, self.value_mix.to(v.dtype))
-        if inputs.idx is not None and self.value_embed is not None:
-            # Every other layer has values for each token itself: many parameters, no arithmetic.
-            # The gate is that of nanochat (2026-01-17): from 0 to 3, by head and position.
+        if self.value_embed is not None:
+            # Every other layer has values for each token: many parameters, little arithmetic.
+            # The gate is that of nanochat (2026-03-09): from 0 to 3, by head and position.
             gate = 3 * self.value_gate(x[..., : self.value_gate.in_features]).sigmoid()
             own = self.value_embed(inputs.idx).to(v.dtype).view_as(v)  # (B, T, nh, hs)
             v = v + gate.unsqueeze(-1) * own
@@ -290,8 +290,7 @@ class Transformer(nn.Module):
         if self.config.embed_shortcut:
             # Normalized, the embedding is as large as the blocks' outputs.
             x = x0 = rms_norm(x)
-        tokens = idx if self.config.value_embeds else None
-        inputs = BlockInputs(rotation, x0, idx=tokens, attend=attend)
+        inputs = BlockInputs(idx, rotation, x0, attend=attend)
         if self.config.bigram_embed:
             # Pairs of tokens need not be recognized by attention (nanochat 2026-01-27).
             pairs = self.pair_embed(hash_pairs(idx, self.pair_embed.num_embeddings)).to(x.dtype)

@@ -37,8 +37,8 @@ def make_optimizers(
 def is_decayed(p: Tensor, config: Config) -> bool:
     """True if weight decay pulls the parameter towards 0.
 
-    That regularizes matrices and embeddings; biases and norms have no reason to be small, so GPT-3
-    does not decay them.
+    That regularizes matrices and embeddings; biases and norms have no reason to be small, so GPT
+    (Radford et al. 2018, section 4.1) does not decay them.
     """
     return p.dim() >= 2 or not config.decay_matrices_only
 

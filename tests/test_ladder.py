@@ -526,7 +526,7 @@ SERIES = {
 }
 BATCH = {"batch_size", "seq_len", "block_size", "total_batch_tokens"}
 RATES = {"lr", "min_lr", "embed_lr", "head_lr", "scalar_lr", "warmup_steps", "lr_schedule"}
-OWN_RATES = {"untied.yaml", "value_residual.yaml"}  # for parameters that their bases do not have
+OWN_RATES = {"untied.yaml", "value_residual.yaml"}  # their parameters are not those of their bases
 
 
 @pytest.mark.parametrize("name", [*SERIES, "cpu"])

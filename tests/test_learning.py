@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from config import load_config
-from measure.ladder.learning import Learned, best_of, compare, mean_of, rows_of, steps_to
+from measure.ladder.learning import (
+    Learned,
+    best_of,
+    compare,
+    is_again,
+    mean_of,
+    rows_of,
+    steps_to,
+)
 from measure.ladder.losses import summarize
 from measure.ladder.record import Device, Record
 from measure.ladder.results import look_up
@@ -87,6 +95,13 @@ def test_a_row_has_loss_difference_tokens_speed_and_time_and_noise_is_said():
     assert [row.name for row in rows_of(record, results_of(record, seeds))] == ["adamw", "aa"]
 
 
+@pytest.mark.usefixtures("configs")
+def test_only_the_first_stage_itself_with_other_seeds_is_noise(tmp_path):
+    (tmp_path / "mine.yaml").write_text("{base: adamw.yaml, optimizer: muon, seed: 7}")
+    adamw, aa, mine = plan("adamw.yaml", "aa.yaml", "mine.yaml")
+    assert [is_again(stage, adamw) for stage in (adamw, aa, mine)] == [False, True, False]
+
+
 @pytest.mark.usefixtures("configs", "forked")
 def test_every_stage_is_trained_once_with_every_seed_side_by_side_and_reported(tmp_path, capsys):
     command = ["adamw.yaml", "muon.yaml", "--seeds", "2", "--rounds", "0"]
@@ -141,7 +156,10 @@ def test_of_one_seed_the_summary_counts_no_stage_as_unclear():
     for name, lower in (("lion", 0.2), ("muon", -0.1)):
         values = {"loss": Estimate(4.0 - lower), "lower": Estimate(lower), "tokens_share": None}
         rows.append(Row(name, values))
-    assert "2 stages with one seed each: no intervals." in str(summarize(rows, 1, ""))
+    rows[-1].values["tokens_share"] = Estimate(0.5)
+    summary = str(summarize(rows, 1, ""))
+    assert "2 stages with one seed each: no intervals." in summary
+    assert summary.startswith("Validation loss 4.000 with adamw, 4.100 with muon")
 
 
 @pytest.mark.usefixtures("configs")

@@ -157,7 +157,7 @@ def test_pairs_of_tokens_reach_every_block_by_the_hash_of_modded_nanogpt(shaken,
     x = below.wte(idx) + below.wpe.weight[:16]
     for layer, block in enumerate(below.h):
         block.pair_share.data += layer
-        x, _ = block(x + block.pair_share * pairs, BlockInputs())
+        x, _ = block(x + block.pair_share * pairs, BlockInputs(idx))
     close(below(idx), below.ln_f(x))
     without = shaken(real_vocab_size=100)
     assert model.num_parameters() - without.num_parameters() == 500 * 32 + 2

@@ -44,7 +44,8 @@ def figures_of_shares(to: str, reached: str, than: str) -> list[Figure]:
             "tokens_share",
             f"tokens to {to}",
             meaning=f"the share of all tokens after which {reached}, on straight lines between "
-            "evaluations; geometric mean over the seeds; empty if a seed never does",
+            "evaluations; geometric mean over the seeds; empty if a seed never does, or before its "
+            "first step",
         ),
         Figure("speed", "speed", meaning=f"tokens/s over {than}, interleaved"),
         Figure(
@@ -83,7 +84,7 @@ FIGURES = [
         "among all the others",
         ".4f",
         "how much the stage lowers the loss of all the others together, from the ablation of the "
-        "last stage; of several options, the first that the stage sets",
+        "last stage: the first option of the stage's file, with those that need it",
     ),
     *figures_of_shares(
         "the first's loss",
@@ -98,7 +99,8 @@ WORTH = [
         "lowers the loss by",
         ".4f",
         "the mean difference of the final validation loss from all but this one to all, in nats "
-        f"per token; {NOISE}",
+        f"per token; {NOISE}; as all rows share the runs of all, of three seeds 94% of the "
+        "intervals of two rows contain the true value, and 93% of those of twelve",
     ),
     *figures_of_shares(
         "the loss without it",
@@ -177,7 +179,7 @@ def share_of_tokens(ours: Sequence[Curve], first: Sequence[Curve]) -> list[float
     logs = []
     for losses, theirs in zip(ours, first, strict=True):
         step = steps_to(losses, theirs[max(theirs)])
-        if not step:
+        if not step:  # never, or before the first step
             return None
         logs.append(math.log(step / max(theirs)))
     return logs
@@ -292,9 +294,9 @@ def among_others(record: Record, stages: Sequence[Stage]) -> dict[str, Estimate]
     lower = {row.name: row.values["lower"] for row in rows}
     found = dict[str, Estimate]()
     for stage in stages:
-        for option in read_yaml_mapping(stage.file):
-            if option in lower:
-                found.setdefault(stage.name, lower[option])
+        option = next((name for name in read_yaml_mapping(stage.file) if name != "base"), "")
+        if option in lower and getattr(stage.config, option) == getattr(whole.config, option):
+            found[stage.name] = lower[option]
     return found
 
 
@@ -361,6 +363,12 @@ def results_of(record: Record, seeds: Seeds) -> Results:
     return {stage: [look_up(record, each) for each in own] for stage, own in seeds.items()}
 
 
+def is_again(stage: Stage, first: Stage) -> bool:
+    """True if a stage is the first one with other seeds."""
+    same = settings(stage.config.with_options(seed=first.config.seed)) == settings(first.config)
+    return stage is not first and same and stage.config.seed != first.config.seed
+
+
 def write_losses(record: Record, results: Results, report: Report) -> None:
     """Write a report with the mean losses of the finished stages, on its page and in learning.svg.
 
@@ -382,8 +390,7 @@ def write_losses(record: Record, results: Results, report: Report) -> None:
     if report.rows:
         draw_panels(record.folder / "learning.svg", {"validation": means})
     if report.figures[1].name == "loss" and report.rows:
-        others = (stage.name for stage in results if stage.config.seed != first.config.seed)
-        again = next(others, "")
+        again = next((stage.name for stage in results if is_again(stage, first)), "")
         report.summary = report.summary or summarize(report.rows, len(results[first]), again)
         report.page, report.parts = (
             "learn.html",
