@@ -18,6 +18,7 @@ from measure.ladder.published import published_factor
 from measure.ladder.record import LIMITS, Device
 from measure.ladder.roofline import predict
 from measure.ladder.stages import plan, with_bases
+from measure.ladder.staircase import CHANGES, is_close
 from measure.report.tables import markdown_table
 from tests.fake_cuda import GPU, attention, environment, fake_h200
 
@@ -48,14 +49,14 @@ for series in ("a100", "gpu_ms"):
         if published and stage.name != "opt0":
             factor = seconds[base.name] / mine.seconds
             factors = [f"{factor:.2f}", f"{published:.2f}", f"{factor / published - 1:+.0%}"]
-            if abs(published - 1) > 0.15:
+            if not is_close(published, 1.0, CHANGES):
                 beyond_15.append((factor, published))
         times = [f"{1e3 * mine.seconds:,.1f}", f"{stage.published.ms_per_step:,.1f}"]
         shares = [f"{getattr(mine, limit) / mine.seconds:.0%}" for limit in LIMITS]
         rows.append([f"{series}/{stage.name}", *times, *factors, *shares])
 print(markdown_table(HEADINGS, rows))
-hits = sum(abs(factor / published - 1) <= 0.25 for factor, published in beyond_15)
-ones = sum(abs(1 / published - 1) <= 0.25 for _, published in beyond_15)
+hits = sum(is_close(factor, published) for factor, published in beyond_15)
+ones = sum(is_close(1.0, published) for _, published in beyond_15)
 print(
     f"\n{hits} of the {len(beyond_15)} published factors beyond 15% are predicted within 25% "
     f"(always 1: {ones})."
