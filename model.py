@@ -41,9 +41,9 @@ class GPTConfig(ModelOptions):
 
 
 class BlockInputs(NamedTuple):
-    """What every block is given beside the residual stream. The Transformer builds it once.
+    """The inputs of every block beside the residual stream. The Transformer builds them once.
 
-    A field is None if its option is off.
+    All but the tokens are None if their option is off.
     """
 
     idx: Tensor  # the tokens (B, T)

@@ -58,7 +58,7 @@ ListedSwitch = Annotated[bool, LISTED]
 
 @dataclass
 class ModelOptions:
-    """What the model computes. The defaults are the plain GPT-2 (124M)."""
+    """The options of the model. The defaults are the plain GPT-2 (124M)."""
 
     n_layer: Annotated[int, Interval(ge=1, le=10_000), ARCHITECTURE] = 12
     """transformer blocks"""

@@ -198,11 +198,19 @@ def test_on_another_number_of_ranks_batches_stay_and_steps_are_evaluated_once(
 def test_options_that_contradict_the_checkpoint_name_both_values(go):
     go()
     with pytest.raises(ConfigError) as caught:
-        go(resume="auto", n_layer=3, shuffle=True, optimizer="muon", total_batch_tokens=256)
+        go(
+            resume="auto",
+            n_layer=3,
+            shuffle=True,
+            optimizer="muon",
+            normuon=True,
+            total_batch_tokens=256,
+        )
     for said in (
         "n_layer 3 .* 2",
         "shuffle True .* False",
         "optimizer muon .* adamw",
+        "normuon True .* False",
         "total_batch_tokens 256 .* 128",
     ):
         assert re.search(f"^{said}", str(caught.value), re.MULTILINE)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from config import Config
-from measure.ladder.stages import ROOT, Stage, bases
+from measure.ladder.stages import ROOT, Stage, bases, own_options
 from measure.report.report import Card, Row
-from runtime.cli import CONFIG_DIR, read_yaml_mapping
+from runtime.cli import CONFIG_DIR
 
 # The stages of speedup that can change the speed of a step; the other ones change the learning.
 # A larger batch only fills the device, and the quick ladder's batch suits the machine anyway.
@@ -92,9 +92,9 @@ def file_with_effect(stage: Stage) -> Path:
     below = bases(stage.file)[:1]
     if stage.base is None or not below or below[0] == stage.base.file:
         return stage.file
-    own, ran, before = read_yaml_mapping(stage.file), stage.config, stage.base.config
-    names = [name for name in own if name != "base"]
-    has_effect = any(getattr(ran, name) != getattr(before, name) for name in names)
+    ran, before = stage.config, stage.base.config
+    own = own_options(stage.file)
+    has_effect = any(getattr(ran, name) != getattr(before, name) for name in own)
     return stage.file if has_effect else below[0]
 
 

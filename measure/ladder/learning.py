@@ -17,11 +17,17 @@ from measure.ladder.losses import kind_of, page_of, summarize
 from measure.ladder.record import Record, curve, settings
 from measure.ladder.report import speeds_of
 from measure.ladder.results import Result, look_up, write_results
-from measure.ladder.stages import Stage, ablated_losses, is_numeric, planned_before, with_seeds
+from measure.ladder.stages import (
+    Stage,
+    ablated_losses,
+    is_numeric,
+    own_options,
+    planned_before,
+    with_seeds,
+)
 from measure.report.estimate import Estimate
 from measure.report.pictures import Curve, draw_panels
 from measure.report.report import Card, Figure, Report, Row, Summary
-from runtime.cli import read_yaml_mapping
 
 Seeds = Mapping[Stage, Sequence[Stage]]  # the trained stages, by the planned one
 Results = Mapping[Stage, Sequence[Result]]  # one result per seed
@@ -294,7 +300,7 @@ def among_others(record: Record, stages: Sequence[Stage]) -> dict[str, Estimate]
     lower = {row.name: row.values["lower"] for row in rows}
     found = dict[str, Estimate]()
     for stage in stages:
-        option = next((name for name in read_yaml_mapping(stage.file) if name != "base"), "")
+        option = next(iter(own_options(stage.file)), "")
         if option in lower and getattr(stage.config, option) == getattr(whole.config, option):
             found[stage.name] = lower[option]
     return found
@@ -365,8 +371,9 @@ def results_of(record: Record, seeds: Seeds) -> Results:
 
 def is_again(stage: Stage, first: Stage) -> bool:
     """True if a stage is the first one with other seeds."""
-    same = settings(stage.config.with_options(seed=first.config.seed)) == settings(first.config)
-    return stage is not first and same and stage.config.seed != first.config.seed
+    seed = first.config.seed
+    with_its_seed = settings(stage.config.with_options(seed=seed))
+    return stage.config.seed != seed and with_its_seed == settings(first.config)
 
 
 def write_losses(record: Record, results: Results, report: Report) -> None:

@@ -141,7 +141,7 @@ def summarize(rows: Sequence[Row], seeds: int, again: str) -> Summary:
     share, changes = last.values["tokens_share"], [r for r in rows if r.values["lower"]]
     changes = [row for row in changes if row.name != again]
     headline = f"Validation loss {first.values['loss'].value:.3f}"
-    if share and share.low is not None and share.ends[1] < 1:
+    if share and share.high is not None and share.high < 1:
         headline = f"The loss of {lowered(first.title)} after {share.value:.2f} of the tokens"
     elif last is not first:
         headline += f" with {lowered(first.title)}, {last.values['loss'].value:.3f} with "

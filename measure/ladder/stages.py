@@ -185,6 +185,11 @@ def plan_sweep(text: str, config: str, options: Sequence[str], device: Device) -
     return stages
 
 
+def own_options(file: Path) -> dict[str, Any]:
+    """Return the options that a YAML changes, in its order."""
+    return {name: value for name, value in read_yaml_mapping(file).items() if name != "base"}
+
+
 def is_numeric(option: str, stage: Stage) -> bool:
     """True if the value of an option is a number."""
     return type(getattr(stage.config, option)) in (int, float)
@@ -192,8 +197,7 @@ def is_numeric(option: str, stage: Stage) -> bool:
 
 def can_gain(stage: Stage, device: Device) -> bool:
     """False if a stage only adds a precision that the device lacks or is slow in."""
-    added = read_yaml_mapping(stage.file)
-    added.pop("base", None)
+    added = own_options(stage.file)
     if added == {"matmul_precision": "medium"}:
         return device.medium
     return {*added} != {"bf16"} or stage.instead_of_bf16 != "fp32"
