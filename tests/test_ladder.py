@@ -828,6 +828,13 @@ def test_a_gpu_searches_for_kernels_once_per_size_of_matmuls(capsys):
         assert f"takes about {text}" in capsys.readouterr().out
 
 
+def test_runs_at_once_share_a_cpu_but_have_a_gpu_each(capsys):
+    for gpus, at_once, text in ((2, 1, "26 hours"), (2, 2, "13 hours"), (0, 2, "26 hours")):
+        device = Device(gpus=gpus, tflops={"float32": 0.002, "bfloat16": 0.002})
+        climbing.announce(plan("recipes/base"), [], 0, device, at_once)
+        assert f"takes about {text}" in capsys.readouterr().out
+
+
 def test_the_quick_ladder_is_of_a_small_model_and_has_a_stage_of_noise():
     found = planned("speedup", "--quick", "--", "--lr", "0.5")
     assert [*found][:3] == ["baseline", "baseline_again", "speedup1"]

@@ -73,7 +73,8 @@ def train_and_compare(
         ]
         if to_train or to_compare:
             record.keep_changes(git_commit(), git_diff())
-            announce(to_train, to_compare, rounds, device)
+            at_once = runs_at_once(record.seeds, to_train, device)
+            announce(to_train, to_compare, rounds, device, at_once)
         record.save()
         if predicts:
             predict_stages(record, compared, device)
@@ -85,9 +86,15 @@ def train_and_compare(
 
 
 def announce(
-    trained: Sequence[Stage], compared: Sequence[Stage], rounds: int, device: Device
+    trained: Sequence[Stage],
+    compared: Sequence[Stage],
+    rounds: int,
+    device: Device,
+    at_once: int = 1,
 ) -> None:
-    """Print how long it takes to train stages, and to interleave stages with their bases."""
+    """Print how long it takes to train stages, `at_once` of them side by side, and to interleave
+    stages with their bases.
+    """
     seconds = None
     if device.tflops:
         of_runs, of_sides = ([stage.config for stage in each] for each in (trained, compared))
@@ -102,9 +109,10 @@ def announce(
             if searches_for_kernels(config, device)
         }
         seconds += SEARCH * len(searches)
+        alone = at_once if device.gpus else 1  # runs at once on a CPU share the measured rate
         for config in of_runs:
-            of_steps = config.max_steps * device.step_seconds(config)
-            seconds += 60 * config.max_minutes if config.max_minutes else of_steps
+            of_steps = config.max_steps * device.step_seconds(config) / alone
+            seconds += 60 * config.max_minutes / at_once if config.max_minutes else of_steps
         for step in map(device.step_seconds, 2 * of_sides):
             seconds += (processes * LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, SHORTER), flush=True)

@@ -62,7 +62,7 @@ def figures_of_shares(to: str, reached: str, than: str) -> list[Figure]:
     ]
 
 
-FIGURES = [
+LOSSES = [
     Figure("stage", "stage"),
     Figure(
         "loss",
@@ -85,6 +85,9 @@ FIGURES = [
         "the pooled intervals are too wide for some and too narrow for others",
     ),
     Figure("base", "base"),
+]
+FIGURES = [
+    *LOSSES,
     Figure(
         "among_others",
         "among all the others",
@@ -339,7 +342,7 @@ def report_sweep(ladder: str, record: Record, seeds: Seeds) -> None:
     rows = rows_of(record, finished) if finished else []
     rows = [row._replace(card=Card("")) for row in rows]
     title, best = f"The losses of {ladder}", best_of(rows, [*results]) if rows else None
-    write_losses(record, results, Report(record.folder, title, FIGURES[:6], rows, summary=best))
+    write_losses(record, results, Report(record.folder, title, LOSSES, rows, summary=best))
 
 
 def best_of(rows: Sequence[Row], stages: Sequence[Stage]) -> Summary:
@@ -396,7 +399,7 @@ def write_losses(record: Record, results: Results, report: Report) -> None:
     )
     if report.rows:
         draw_panels(record.folder / "learning.svg", {"validation": means})
-    if report.figures[1].name == "loss" and report.rows:
+    if report.rows and "loss" in report.rows[0].values:
         again = next((stage.name for stage in results if is_again(stage, first)), "")
         report.summary = report.summary or summarize(report.rows, len(results[first]), again)
         report.page, report.parts = (
