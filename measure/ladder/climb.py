@@ -109,9 +109,9 @@ def announce(
             if searches_for_kernels(config, device)
         }
         seconds += SEARCH * len(searches)
-        alone = at_once if device.gpus else 1  # runs at once on a CPU share the measured rate
+        places = at_once if device.gpus else 1  # runs at once on a CPU share the measured rate
         for config in of_runs:
-            of_steps = config.max_steps * device.step_seconds(config) / alone
+            of_steps = config.max_steps * device.step_seconds(config) / places
             seconds += 60 * config.max_minutes / at_once if config.max_minutes else of_steps
         for step in map(device.step_seconds, 2 * of_sides):
             seconds += (processes * LEFT_OUT + rounds * steps_of_a_turn(step)) * step
