@@ -110,7 +110,7 @@ class ModelOptions:
     """share one matrix between the token embedding and the output head"""
     init: Annotated[Literal["torch", "gpt2"], OPTIMIZATION, FROM_SCRATCH, INITIAL] = "torch"
     """initial weights: PyTorch's defaults, or GPT-2's N(0, 0.02)"""
-    residual_scaling: Annotated[Switch, FROM_SCRATCH, INITIAL] = False
+    residual_scaling: Annotated[Switch, FROM_SCRATCH, Needs("zero_init", (False,)), INITIAL] = False
     """divide the initial std of the residual projections by sqrt(2 n_layer)"""
     zero_init: Annotated[Switch, FROM_SCRATCH, INITIAL] = False
     """initialize residual projections to 0, so that each block starts as the identity"""

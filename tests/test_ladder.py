@@ -833,6 +833,10 @@ def test_runs_at_once_share_a_cpu_but_have_a_gpu_each(capsys):
         device = Device(gpus=gpus, tflops={"float32": 0.002, "bfloat16": 0.002})
         climbing.announce(plan("recipes/base"), [], 0, device, at_once)
         assert f"takes about {text}" in capsys.readouterr().out
+    fast = Device(gpus=2, tflops={"float32": 1e9})
+    for at_once, text in ((1, "6 minutes"), (2, "3 minutes")):  # to start 24 times, 15 s each
+        climbing.announce(24 * plan("recipes/base"), [], 0, fast, at_once)
+        assert f"takes about {text}" in capsys.readouterr().out
 
 
 def test_the_quick_ladder_is_of_a_small_model_and_has_a_stage_of_noise():

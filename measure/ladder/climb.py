@@ -100,8 +100,7 @@ def announce(
         of_runs, of_sides = ([stage.config for stage in each] for each in (trained, compared))
         processes = math.ceil(rounds / ROUNDS_OF_A_PROCESS)
         # the two sides of a comparison start beside each other
-        started = [*of_runs, *processes * of_sides]
-        seconds = sum(START + COMPILE * config.compile for config in started)
+        seconds = to_start(of_runs) / at_once + processes * to_start(of_sides)
         # runs with the same sizes of matmuls share a search
         searches = {
             (config.batch_size, config.seq_len, config.vocab_size, config.n_embd, config.flash)
@@ -116,6 +115,11 @@ def announce(
         for step in map(device.step_seconds, 2 * of_sides):
             seconds += (processes * LEFT_OUT + rounds * steps_of_a_turn(step)) * step
     print(describe_duration(seconds, SHORTER), flush=True)
+
+
+def to_start(configs: Sequence[Config]) -> float:
+    """Return the seconds until the first steps of runs that start one after the other."""
+    return sum(START + COMPILE * config.compile for config in configs)
 
 
 def searches_for_kernels(config: Config, device: Device) -> bool:
