@@ -1,0 +1,32 @@
+"""Tell how well runs copy: the loss on 128 tokens of validation text in random order, and on the
+same 128 tokens again, which only a model that looks them up in the context can predict.
+
+Olsson et al. 2022, "In-context Learning and Induction Heads", call the attention heads that do so
+induction heads: they form within a short part of the training, during which the loss falls.
+
+    python ladder.py recipes --seeds 3 --rounds 0 -- --keep_last 1
+    python -m logs.results.epyc-avx512bf16-2cores.copying logs/recipes/*/
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from checkpoint.weights import load_model
+from dataloader import open_corpus
+
+_, text = open_corpus(Path("data/docs4096"), 256, 4096)
+once = text.read(range(512))[0].flatten()
+once = once[torch.randperm(len(once), generator=torch.Generator().manual_seed(1))].view(-1, 128)
+x = once.repeat(1, 2)[:256]  # (sequences, 256)
+print("run,validation_loss,first,again")
+for run in map(Path, sys.argv[1:]):
+    with (run / "eval.csv").open() as file:
+        validation = [row["val_loss"] for row in csv.DictReader(file)]
+    with torch.no_grad():
+        logits = load_model(str(run))(x[:, :-1])  # (sequences, 255, vocabulary)
+    loss = cross_entropy(logits.transpose(1, 2), x[:, 1:], reduction="none")
+    print(f"{run.name},{validation[-1]},{loss[:, :127].mean():.4f},{loss[:, 127:].mean():.4f}")
