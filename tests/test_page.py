@@ -156,8 +156,8 @@ def test_every_figure_of_a_page_of_losses_is_that_of_the_results(tmp_path):
     assert f"step {800 * share:.0f} instead of 800<" in page
     assert rows["muon"]["among_others"] == options["optimizer"]["lower"]
     assert "residual_scaling" not in options, "zero_init is on, so it has no effect"
-    assert "embed_lr" in options, "its row there is of another value than that of muon_rates"
-    assert [rows[name]["among_others"] for name in ("rates", "muon_rates", "untied")] == [""] * 3
+    assert "embed_lr" in options, "its row there is of another value than that of rates"
+    assert [rows[name]["among_others"] for name in ("rates", "untied")] == [""] * 2
     for name, row in rows.items():
         assert f"<b>{float(row['loss']):.2f}</b> {name}</a>" in page
         lower, low, high = (float(row[f"lower{end}"] or 0) for end in ("", "_low", "_high"))

@@ -5,11 +5,12 @@ Olsson et al. 2022, "In-context Learning and Induction Heads", call the attentio
 induction heads: they form within a short part of the training, during which the loss falls.
 
     python ladder.py recipes --seeds 3 --rounds 0 -- --keep_last 1
-    python -m logs.results.epyc-avx512bf16-2cores.copying logs/recipes/*/
+    python -m logs.results.epyc-avx512bf16-2cores.copying logs/recipes/*_seed_[123] > copying.csv
 """
 
 import csv
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -19,14 +20,23 @@ from checkpoint.weights import load_model
 from dataloader import open_corpus
 
 _, text = open_corpus(Path("data/docs4096"), 256, 4096)
-once = text.read(range(512))[0].flatten()
+once = text.read(range(128))[0].flatten()
 once = once[torch.randperm(len(once), generator=torch.Generator().manual_seed(1))].view(-1, 128)
-x = once.repeat(1, 2)[:256]  # (sequences, 256)
+x = once.repeat(1, 2)  # (256 sequences, 256 tokens)
+
 print("run,validation_loss,first,again")
+stages: dict[str, list[tuple[float, float]]] = {}
 for run in map(Path, sys.argv[1:]):
     with (run / "eval.csv").open() as file:
-        validation = [row["val_loss"] for row in csv.DictReader(file)]
+        validation = [float(row["val_loss"]) for row in csv.DictReader(file)]
     with torch.no_grad():
         logits = load_model(str(run))(x[:, :-1])  # (sequences, 255, vocabulary)
     loss = cross_entropy(logits.transpose(1, 2), x[:, 1:], reduction="none")
-    print(f"{run.name},{validation[-1]},{loss[:, :127].mean():.4f},{loss[:, 127:].mean():.4f}")
+    first, again = loss[:, :127].mean().item(), loss[:, 127:].mean().item()
+    print(f"{run.name},{validation[-1]:.4f},{first:.4f},{again:.4f}", flush=True)
+    stages.setdefault(run.name.partition("_seed_")[0], []).append((validation[-1], first - again))
+
+for name, seeds in stages.items():
+    pairs = list(combinations(seeds, 2))
+    agree = sum((a[0] < b[0]) == (a[1] > b[1]) for a, b in pairs)
+    print(f"{name}: the better copier ends lower in {agree} of {len(pairs)} pairs", file=sys.stderr)

@@ -16,18 +16,18 @@ from statistics import fmean, variance
 from measure.interleaved.ratio import student_t
 
 ADAMW_STEPS = 800
-RATES = [4.131, 4.112, 4.101]  # recipes_losses.md; rounded, as two of the logs are lost
+SHORT = {160: "160_betas", 200: "200_betas"}
 
 
-def losses(name: str) -> list[float]:
-    """Return the final loss of each seed of a stored ladder of one stage."""
+def losses(name: str, stage: str) -> list[float]:
+    """Return the final loss of each seed of a stage of a stored ladder."""
     runs = json.loads((Path(__file__).parent / f"{name}.json").read_text())["runs"]
-    return [run["eval"]["val_loss"][-1] for run in runs.values()]
+    return [run["eval"]["val_loss"][-1] for key, run in runs.items() if key.startswith(f"{stage}_")]
 
 
-def share(goal: Sequence[float], short: dict[int, str]) -> str:
-    """Return the share of the tokens with its interval. `short`: stored ladders by steps."""
-    (fewer, above), (more, below) = ((steps, losses(name)) for steps, name in short.items())
+def share(goal: Sequence[float]) -> str:
+    """Return the share of the tokens after which normuon has these losses, with its interval."""
+    (fewer, above), (more, below) = ((n, losses(name, "normuon")) for n, name in SHORT.items())
     drop = fmean(above) - fmean(below)
     place = (fmean(above) - fmean(goal)) / drop
     there = [a + place * (b - a) for a, b in zip(above, below, strict=True)]
@@ -43,5 +43,5 @@ def share(goal: Sequence[float], short: dict[int, str]) -> str:
     )
 
 
-print("rates:", share(RATES, {120: "120", 160: "160"}))
-print("rates_tuned:", share(losses("rates_tuned"), {160: "160_betas", 200: "200_betas"}))
+print("rates:", share(losses("../recipes/ladder", "rates")))
+print("rates_tuned:", share(losses("rates_tuned", "rates")))
