@@ -8,7 +8,7 @@ induction heads: they form within a short part of the training, during which the
     python -m logs.results.epyc-avx512bf16-2cores.copying logs/recipes/*_seed_[123] > copying.csv
 """
 
-import csv
+import json
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -27,14 +27,13 @@ x = once.repeat(1, 2)  # (256 sequences, 256 tokens)
 print("run,validation_loss,first,again")
 stages: dict[str, list[tuple[float, float]]] = {}
 for run in map(Path, sys.argv[1:]):
-    with (run / "eval.csv").open() as file:
-        validation = [float(row["val_loss"]) for row in csv.DictReader(file)]
+    validation = json.loads((run / "summary.json").read_text())["val_loss"]
     with torch.no_grad():
         logits = load_model(str(run))(x[:, :-1])  # (sequences, 255, vocabulary)
-    loss = cross_entropy(logits.transpose(1, 2), x[:, 1:], reduction="none")
+    loss = cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(256, -1)
     first, again = loss[:, :127].mean().item(), loss[:, 127:].mean().item()
-    print(f"{run.name},{validation[-1]:.4f},{first:.4f},{again:.4f}", flush=True)
-    stages.setdefault(run.name.partition("_seed_")[0], []).append((validation[-1], first - again))
+    print(f"{run.name},{validation:.4f},{first:.4f},{again:.4f}", flush=True)
+    stages.setdefault(run.name.partition("_seed_")[0], []).append((validation, first - again))
 
 for name, seeds in stages.items():
     pairs = list(combinations(seeds, 2))
