@@ -6,9 +6,12 @@ induction heads: they form within a short part of the training, during which the
 
     python ladder.py recipes --seeds 3 --rounds 0 -- --keep_last 1
     python -m logs.results.epyc-avx512bf16-2cores.copying logs/recipes/*_seed_[123] > copying.csv
+
+Every checkpoint of a run that has a validation loss has a row: of all evaluations with
+`--keep_last 8`, as each of them saves the best model so far.
 """
 
-import json
+import csv
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -24,15 +27,18 @@ once = text.read(range(128))[0].flatten()
 once = once[torch.randperm(len(once), generator=torch.Generator().manual_seed(1))].view(-1, 128)
 x = once.repeat(1, 2)  # (256 sequences, 256 tokens)
 
-print("run,validation_loss,first,again")
+print("run,step,validation_loss,first,again")
 stages: dict[str, list[tuple[float, float]]] = {}
 for run in map(Path, sys.argv[1:]):
-    validation = json.loads((run / "summary.json").read_text())["val_loss"]
-    with torch.no_grad():
-        logits = load_model(str(run))(x[:, :-1])  # (sequences, 255, vocabulary)
-    loss = cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(256, -1)
-    first, again = loss[:, :127].mean().item(), loss[:, 127:].mean().item()
-    print(f"{run.name},{validation:.4f},{first:.4f},{again:.4f}", flush=True)
+    losses = {int(row["step"]): row for row in csv.DictReader((run / "eval.csv").open())}
+    for checkpoint in sorted((run / "checkpoints").glob("step_*")):
+        step = int(checkpoint.name.removeprefix("step_"))
+        validation = float(losses[step]["val_loss"])
+        with torch.no_grad():
+            logits = load_model(str(checkpoint))(x[:, :-1])  # (sequences, 255, vocabulary)
+        loss = cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none")
+        first, again = (part.mean().item() for part in loss.view(256, -1).split([127, 128], dim=1))
+        print(f"{run.name},{step},{validation:.4f},{first:.4f},{again:.4f}", flush=True)
     stages.setdefault(run.name.partition("_seed_")[0], []).append((validation, first - again))
 
 for name, seeds in stages.items():
