@@ -7,8 +7,8 @@ induction heads: they form within a short part of the training, during which the
     python ladder.py recipes --seeds 3 --rounds 0 -- --keep_last 1
     python -m logs.results.epyc-avx512bf16-2cores.copying logs/recipes/*_seed_[123] > copying.csv
 
-Every checkpoint of a run that has a validation loss has a row: of all evaluations with
-`--keep_last 8`, as each of them saves the best model so far.
+Each checkpoint in a run's folder has a row. With `--keep_last 8` there is one of each evaluation,
+if each loss is the lowest so far, as the best model is saved.
 """
 
 import csv
