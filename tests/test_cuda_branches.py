@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import optimizer
 import train
 from checkpoint.files import read_tensors
 from checkpoint.saved import read_state
@@ -79,6 +80,7 @@ def attempt(place, device, name, options, act=lambda *_: None):
     fake = fake_cuda() if device == GPU else contextlib.nullcontext([])
     with fake as waits, pytest.MonkeyPatch.context() as patch:
         at_step(patch, mark)
+        patch.setattr(optimizer, "CPU_HAS_FAST_BF16", True)  # Muon in bf16 on both
         try:
             if train.train(config, World(device))["interrupted"]:
                 train.train(config.model_copy(update={"resume": "auto"}), World(device))
