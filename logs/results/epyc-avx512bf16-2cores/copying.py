@@ -11,7 +11,6 @@ Each checkpoint in a run's folder has a row. With `--keep_last 8` there is one o
 if each loss is the lowest so far, as the best model is saved.
 """
 
-import csv
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -19,8 +18,10 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
+from checkpoint.names import all_checkpoints, step_of
 from checkpoint.weights import load_model
 from dataloader import open_corpus
+from measure.ladder.record import curve, read_columns
 
 _, text = open_corpus(Path("data/docs4096"), 256, 4096)
 once = text.read(range(128))[0].flatten()
@@ -28,18 +29,19 @@ once = once[torch.randperm(len(once), generator=torch.Generator().manual_seed(1)
 x = once.repeat(1, 2)  # (256 sequences, 256 tokens)
 
 print("run,step,validation_loss,first,again")
-stages: dict[str, list[tuple[float, float]]] = {}
+stages: dict[str, list[tuple[float, float]]] = {}  # of each seed's last checkpoint
 for run in map(Path, sys.argv[1:]):
-    losses = {int(row["step"]): row for row in csv.DictReader((run / "eval.csv").open())}
-    for checkpoint in sorted((run / "checkpoints").glob("step_*")):
-        step = int(checkpoint.name.removeprefix("step_"))
-        validation = float(losses[step]["val_loss"])
+    validation = curve(read_columns(run / "eval.csv", ["step", "val_loss"]), "val_loss")
+    results = []
+    for checkpoint in all_checkpoints(run, "step"):
         with torch.no_grad():
             logits = load_model(str(checkpoint))(x[:, :-1])  # (sequences, 255, vocabulary)
         loss = cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none")
-        first, again = (part.mean().item() for part in loss.view(256, -1).split([127, 128], dim=1))
-        print(f"{run.name},{step},{validation:.4f},{first:.4f},{again:.4f}", flush=True)
-    stages.setdefault(run.name.partition("_seed_")[0], []).append((validation, first - again))
+        first, again = (p.mean().item() for p in loss.view(len(x), -1).split([127, 128], dim=1))
+        step = step_of(checkpoint)
+        print(f"{run.name},{step},{validation[step]:.4f},{first:.4f},{again:.4f}", flush=True)
+        results.append((validation[step], first - again))
+    stages.setdefault(run.name.partition("_seed_")[0], []).append(results[-1])
 
 for name, seeds in stages.items():
     pairs = list(combinations(seeds, 2))

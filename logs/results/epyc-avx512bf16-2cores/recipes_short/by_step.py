@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from measure.interleaved.ratio import Estimate, means_over_seeds
+from measure.ladder.record import curve
+from measure.report.tables import markdown_table
 
 STEPS = [200, 400, 600, 800]
 
@@ -20,8 +22,7 @@ runs, seeds = ladder["runs"], range(1, ladder["seeds"] + 1)
 
 def losses(stage: str, step: int) -> list[float]:
     """Return the validation loss of each seed of a stage at a step."""
-    logs = [runs[f"{stage}_seed_{seed}"]["eval"] for seed in seeds]
-    return [log["val_loss"][log["step"].index(step)] for log in logs]
+    return [curve(runs[f"{stage}_seed_{seed}"]["eval"], "val_loss")[step] for seed in seeds]
 
 
 def half(mean: Estimate) -> str:
@@ -30,7 +31,7 @@ def half(mean: Estimate) -> str:
     return f"± {mean.high - mean.value:.3f}"
 
 
-rows, pooled = dict[str, list[str]](), list[str]()
+rows, pooled = dict[str, list[str]](), ["pooled"]
 for step in STEPS:
     lower = {
         stage: [a - b for a, b in zip(losses(base, step), losses(stage, step), strict=True)]
@@ -41,7 +42,5 @@ for step in STEPS:
         rows.setdefault(stage, []).append(f"{mean.value:.3f} {half(mean)}".replace("-", "−"))
     pooled.append(half(means_over_seeds(lower)["rates"]))  # the same half in all rows
 
-print("| stage |", " | ".join(f"step {step}" for step in STEPS), "|")
-print("|---" + "|---:" * len(STEPS) + "|")
-for stage, cells in {**rows, "pooled": pooled}.items():
-    print(f"| {stage} |", " | ".join(cells), "|")
+headings = ["stage", *(f"step {step}" for step in STEPS)]
+print(markdown_table(headings, [*([name, *cells] for name, cells in rows.items()), pooled]))
